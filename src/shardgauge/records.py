@@ -40,11 +40,15 @@ class StepRecord(Boundary):
 
 
 class RankBlock(Boundary):
-    """What one rank reports of a block of steps; memory is the process's peak on a CPU, else the device's."""
+    """What one rank reports of a block of steps; memory is the process's peak on a CPU, else the device's.
+
+    `parameters_sha256` is over its master shards after the block, where gradients were asked for.
+    """
 
     rank: Annotated[int, Field(ge=0)]
     steps: tuple[StepRecord, ...]
     peak_memory_bytes: Annotated[int, Field(ge=0)]
+    parameters_sha256: str | None = None
 
 
 class Block(Boundary):
