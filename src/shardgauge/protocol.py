@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -10,9 +13,16 @@ from shardgauge.boundary import Boundary
 from shardgauge.records import RankBlock
 from shardgauge.spec import DeviceName, EngineName, Experiment
 
+ANSWER_BELL = "answers"
+"""Name, beside the doorbell, of the named pipe in which a rank's byte wakes the parent."""
+
 
 class SessionSpec(Boundary):
-    """Written before the launch; every rank reads it. Paths are absolute."""
+    """Written before the launch; every rank reads it. Paths are absolute.
+
+    `parent_started_s` (seconds since the epoch) tells the parent from a later process of its pid; the session fills it
+    and `parent_pid` in when it opens. A rank ends itself when that process is gone.
+    """
 
     session: str
     engine: EngineName
@@ -21,6 +31,7 @@ class SessionSpec(Boundary):
     hyper_source: str | None = None
     align_dir: str
     parent_pid: int
+    parent_started_s: float | None = None
     collective_timeout_s: float = 120.0
 
 
@@ -33,7 +44,7 @@ class Prepare(Boundary):
 
 
 class Run(Boundary):
-    """Run the arm's next `steps` training steps. `gradients` adds each parameter's full gradient norm to the records."""
+    """Run the arm's next `steps` training steps. `gradients` adds each parameter's full gradient norm."""
 
     kind: Literal["run"] = "run"
     arm: str
@@ -76,7 +87,7 @@ class Done(Boundary):
 
 
 class Refused(Boundary):
-    """The command asked for what cannot be had; nothing was started and the session goes on. `error` names our class."""
+    """The command asked for what cannot be had; nothing was started, the session goes on. `error` names our class."""
 
     kind: Literal["refused"] = "refused"
     rank: int
@@ -95,3 +106,21 @@ class Raised(Boundary):
 
 Reply = Annotated[Hello | Done | Refused | Raised, Field(discriminator="kind")]
 REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
+
+
+def post(path: Path, message: Boundary) -> None:
+    """Leave `message` at `path`, all of it or nothing: written under a temporary name and renamed."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(message.model_dump_json(), encoding="utf-8")
+    draft.replace(path)
+
+
+def open_pipe(path: Path) -> int:
+    """A descriptor on a named pipe that neither blocks on opening nor sees an end of file when the others are gone."""
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+def ring(pipe: int) -> None:
+    """Wake whoever sleeps on the pipe."""
+    with contextlib.suppress(BlockingIOError):  # a full pipe is ringing already
+        os.write(pipe, b"\0")
