@@ -66,7 +66,3 @@ def strike(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "hung_rank":
         time.sleep(3600)
-
-
-def die_at_import() -> None:
-    """What `die:build_arm` never gets to."""
