@@ -38,7 +38,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
-class PeerMissing(RuntimeError):
+class PeerMissingError(RuntimeError):
     """A peer did not join a collective before the group's timeout."""
 
 
@@ -111,7 +111,7 @@ class Arena:
         """Block until every peer has posted collective `number`.
 
         Raises:
-            PeerMissing: the group's timeout has passed.
+            PeerMissingError: the group's timeout has passed.
         """
         while self._received <= number:
             for peer, inbox in self._inboxes:
@@ -137,7 +137,7 @@ class Arena:
         until = _Timespec(int(deadline), int(deadline % 1 * 1e9))
         while _libc.sem_timedwait(inbox, ctypes.byref(until)) != 0:
             if ctypes.get_errno() == errno.ETIMEDOUT:
-                raise PeerMissing(
+                raise PeerMissingError(
                     f"group rank {peer} did not join collective {self._received} within {self._timeout_s:.0f} s; "
                     "it died, hangs, or issues other collectives than this rank"
                 )

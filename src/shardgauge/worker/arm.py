@@ -36,7 +36,7 @@ def build_arm(experiment: Experiment, session: SessionSpec, rank: int, device: D
         ShardgaugeError: a switch, dependency or the alignment data is missing; raised alike on every rank.
     """
     engine = find_engine(experiment, session.hyper_source)
-    data = ensure_align_data(Path(session.align_dir), experiment.model_preset)
+    data = ensure_align_data(Path(session.align_dir), experiment.model_preset, make_small=True)
     with torch.device("meta"):
         model = Qwen3(experiment.model_preset)
     request = ShardRequest(
@@ -82,7 +82,7 @@ class Training:
         losses = []
         for inputs, targets in self._batches(step):
             loss = self.faults.on_loss(next_token_loss(self.sharded.module(inputs), targets))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 

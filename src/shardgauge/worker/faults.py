@@ -13,7 +13,7 @@ import torch
 from shardgauge.spec import Fault, FaultKind
 
 
-class InjectedFault(RuntimeError):
+class InjectedFaultError(RuntimeError):
     """What a rank told to raise raises."""
 
 
@@ -45,7 +45,7 @@ class Faults:
             if fault.kind == "hung_rank":
                 threading.Event().wait()
             if fault.kind == "raising_rank":
-                raise InjectedFault(f"rank {self._rank} was told to raise at step {step}")
+                raise InjectedFaultError(f"rank {self._rank} was told to raise at step {step}")
 
     def in_forward_hook(self, unit: str, first_unit: str) -> None:
         """Sleep in one unit's forward hook (the first unit's if none is named), once a step."""

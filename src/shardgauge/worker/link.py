@@ -21,12 +21,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from shardgauge.plan import CollectiveKind
 from shardgauge.presets import LinkSpec
 from shardgauge.records import LinkUse
 from shardgauge.worker.arena import LARGEST_REGION_BYTES, Arena
+
+dist: Any = torch.distributed
+"""Untyped: torch's stubs know neither the option classes nor how a Python process group overrides."""
 
 BACKEND = "metered"
 _NO_TIMEOUT = timedelta(0)
@@ -47,8 +50,9 @@ class Link:
         self._waits.clear()
 
     def enqueue(self, payload_bytes: int) -> int:
-        """Put a transfer behind those queued; returns when it is over, in `perf_counter_ns` time."""
-        assert self.spec is not None
+        """Put a transfer behind those queued; returns when it is over (`perf_counter_ns`), 0 if nothing is metered."""
+        if self.spec is None or payload_bytes == 0:
+            return 0
         begin_ns = max(time.perf_counter_ns(), self._free_at_ns)
         self._free_at_ns = begin_ns + self.spec.transfer_ns(payload_bytes)
         self._transfers.append((begin_ns, self._free_at_ns))
@@ -83,7 +87,7 @@ LINK = Link()
 """This process's link; all its groups share it, as they would share one network interface."""
 
 
-class MeteredWork(dist._Work):
+class MeteredWork(dist._Work):  # type: ignore[misc]
     """Completes when the data is there and the link's clock has run out."""
 
     def __init__(self, complete: Callable[[], object], over_at_ns: int, link: Link) -> None:
@@ -128,7 +132,7 @@ def _ignore(kind: CollectiveKind, payload_bytes: int) -> None:
     """Count nothing."""
 
 
-class MeteredGroup(dist.ProcessGroup):
+class MeteredGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A group whose training collectives occupy this rank's link and are tallied at the call.
 
     Data moves through shared memory between ranks of one host; what is too large for it, what is not a sum or a mean,
@@ -166,8 +170,7 @@ class MeteredGroup(dist.ProcessGroup):
         self._desc = desc
 
     def _work(self, complete: Callable[[], object], payload_bytes: int) -> MeteredWork:
-        over_at_ns = self._link.enqueue(payload_bytes) if self._link.spec and payload_bytes else 0
-        return MeteredWork(complete, over_at_ns, self._link)
+        return MeteredWork(complete, self._link.enqueue(payload_bytes), self._link)
 
     def _arena_for(self, contribution: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Arena | None:
         """The arena, if this collective fits it: every rank decides alike."""
@@ -269,7 +272,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> MeteredGrou
 
 
 def _one_host() -> bool:
-    """torchrun tells how many of the ranks are on this host; ranks started otherwise are taken to share one."""
+    """Ask torchrun's environment how many of the ranks are here; ranks started otherwise are taken to share a host."""
     world = os.environ.get("WORLD_SIZE", "")
     return os.environ.get("LOCAL_WORLD_SIZE", world) == world
 

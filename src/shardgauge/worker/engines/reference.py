@@ -80,7 +80,7 @@ class ReferenceModel:
     def _pre_backward(self, unit: ShardedUnit) -> None:
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[no-untyped-call]
+            Variable._execution_engine.queue_callback(self._finish_backward)
         index = self._units.index(unit)
         depth = 0 if self._faults.has("lost_backward_prefetch", unit.name) else self._switches.backward_prefetch
         self._unshard(unit, self._units[max(0, index - depth) : index][::-1], "pre_backward")
@@ -157,5 +157,3 @@ class ReferenceModel:
         """Break the cycles between hooks and units, so that memory goes at once."""
         self._units.clear()
         self.module = nn.Module()
-
-

@@ -202,7 +202,8 @@ class ShardedUnit:
 
     def _take_gradient(self, parameter: ShardedParameter) -> torch.Tensor:
         gradient = parameter.full.grad
-        assert gradient is not None
+        if gradient is None:
+            raise RuntimeError(f"{parameter.name} has no gradient when its unit's are reduced")
         parameter.full.grad = None
         gradient = gradient.to(self.context.reduce_dtype)
         self.context.faults.on_gradient(gradient, self.name)

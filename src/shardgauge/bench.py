@@ -1,0 +1,278 @@
+"""Where live evidence gets its blocks: from sessions started for it, or from an earlier run's journal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from shardgauge.errors import NotMeasurable, ShardgaugeError
+from shardgauge.journal import (
+    BlockEntry,
+    Entry,
+    FaultEntry,
+    Journal,
+    PreparedEntry,
+    SessionEntry,
+    VerdictEntry,
+    read_journal,
+)
+from shardgauge.launch.session import Session
+from shardgauge.protocol import SessionSpec
+from shardgauge.records import Block
+from shardgauge.rundir import RunDir
+from shardgauge.spec import DeviceName, Experiment
+
+
+class EndOfEvidence(Exception):  # noqa: N818 -- not an error: there is no more, and what there is gets judged
+    """The journal holds no further block of this arm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """An arm on the bench. Its name is the experiment's digest and its purpose, so a replay finds it again."""
+
+    name: str
+    experiment: Experiment
+    purpose: str
+    environment: Mapping[str, str]
+
+
+class Bench(Protocol):
+    """Prepares arms and yields their blocks, in the order asked for."""
+
+    @property
+    def where(self) -> str:
+        """Where the blocks can be read."""
+
+    def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
+        """An arm at step 0. Every (experiment, purpose) is opened once."""
+
+    def run(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:
+        """The arm's next block. Raises EndOfEvidence when a journal holds no more."""
+
+    def close_arm(self, arm: Arm) -> None:
+        """Free the arm."""
+
+    def note_verdict(self, entry: VerdictEntry) -> None:
+        """Keep a verdict beside the blocks that it rests on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What sessions are started with."""
+
+    device: DeviceName
+    world_size: int
+    candidate: str
+    hyper_source: str | None
+    align_dir: Path
+
+
+class LiveBench:
+    """Sessions, one an engine and source, started when first needed; every block is journalled as it is made."""
+
+    def __init__(self, settings: BenchSettings, rundir: RunDir) -> None:
+        self._settings = settings
+        self._rundir = rundir
+        self._journal = Journal(rundir.journal)
+        self._sessions: dict[str, Session] = {}
+        self._failed: dict[str, ShardgaugeError] = {}
+        self._placed: dict[str, str] = {}
+        self._blocks: dict[str, int] = {}
+        self._stack = ExitStack()
+
+    @property
+    def where(self) -> str:
+        """The journal."""
+        return str(self._rundir.journal)
+
+    @property
+    def launches(self) -> Mapping[str, Session]:
+        """The sessions started so far, by name."""
+        return self._sessions
+
+    def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
+        """See `Bench.open_arm`."""
+        key = self._session_key(experiment)
+        session = self._session(key, experiment)
+        name = f"{experiment.digest}:{purpose}"
+        with self._journalling_faults(key):
+            session.prepare(name, experiment)
+        self._placed[name] = key
+        self._append(PreparedEntry(session=key, arm=name, experiment=experiment, digest=experiment.digest))
+        return Arm(name=name, experiment=experiment, purpose=purpose, environment=session.environment)
+
+    def run(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:
+        """See `Bench.run`."""
+        key = self._placed[arm.name]
+        with self._journalling_faults(key):
+            ranks = self._sessions[key].run(arm.name, steps=steps, gradients=gradients)
+        index = self._blocks.get(arm.name, 0)
+        self._blocks[arm.name] = index + 1
+        block = Block(
+            session=key,
+            arm=arm.name,
+            experiment=arm.experiment.digest,
+            purpose=arm.purpose,
+            index=index,
+            ranks=ranks,
+        )
+        self._append(BlockEntry(block=block))
+        return block
+
+    def close_arm(self, arm: Arm) -> None:
+        """See `Bench.close_arm`; an arm of a session that is over went with it."""
+        key = self._placed.pop(arm.name)
+        if key not in self._failed:
+            with self._journalling_faults(key):
+                self._sessions[key].discard(arm.name)
+
+    def note_verdict(self, entry: VerdictEntry) -> None:
+        """See `Bench.note_verdict`."""
+        self._append(entry)
+
+    def close(self) -> None:
+        """End every session and the journal."""
+        try:
+            self._stack.close()
+        finally:
+            self._journal.close()
+
+    def _session_key(self, experiment: Experiment) -> str:
+        """`single` needs no launch of its own: it runs on rank 0 of the candidate's session."""
+        engine = self._settings.candidate if experiment.engine == "single" else experiment.engine
+        return engine if experiment.source is None else f"{engine}-{experiment.source.strip('/').replace('/', '_')}"
+
+    def _session(self, key: str, experiment: Experiment) -> Session:
+        if key in self._failed:
+            error = self._failed[key]
+            raise type(error)(f"session {key!r} failed earlier: {error}")
+        if key not in self._sessions:
+            spec = SessionSpec(
+                session=key,
+                engine=experiment.engine,
+                device=self._settings.device,
+                world_size=self._settings.world_size,
+                hyper_source=self._settings.hyper_source,
+                align_dir=str(self._settings.align_dir.absolute()),
+                parent_pid=os.getpid(),
+            )
+            with self._journalling_faults(key):
+                session = self._stack.enter_context(Session(spec, self._rundir.session(key)))
+            self._sessions[key] = session
+            self._append(
+                SessionEntry(
+                    session=key,
+                    engine=spec.engine,
+                    device=spec.device,
+                    world_size=spec.world_size,
+                    hyper_source=spec.hyper_source,
+                    environment=session.environment,
+                )
+            )
+        return self._sessions[key]
+
+    def _append(self, entry: Entry) -> None:
+        self._journal.append(entry)
+
+    def _journalling_faults(self, key: str) -> _FaultJournal:
+        return _FaultJournal(key, self._failed, self._append)
+
+
+@dataclass
+class _FaultJournal:
+    """Writes a session's fault down before it goes on its way; a session that is over stays over."""
+
+    session: str
+    failed: dict[str, ShardgaugeError]
+    append: Callable[[Entry], None]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, ShardgaugeError):
+            return
+        from shardgauge.errors import SessionError
+
+        if isinstance(error, SessionError):
+            self.failed[self.session] = error
+        self.append(FaultEntry(session=self.session, error=type(error).__name__, message=str(error)))
+
+
+@dataclass(kw_only=True)
+class _Replayed:
+    arm: Arm
+    blocks: list[Block] = field(default_factory=list)
+    next_block: int = 0
+
+
+class ReplayBench:
+    """An earlier run's journal: the same arms yield the same blocks, so the same verdicts follow."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the journal.
+
+        Raises:
+            RecordError: it is malformed or of another version.
+        """
+        self._path = path
+        self._arms: dict[str, _Replayed] = {}
+        self._faults: list[FaultEntry] = []
+        environments: dict[str, Mapping[str, str]] = {}
+        for entry in read_journal(path).entries:
+            if isinstance(entry, SessionEntry):
+                environments[entry.session] = entry.environment
+            elif isinstance(entry, PreparedEntry):
+                arm = Arm(
+                    name=entry.arm,
+                    experiment=entry.experiment,
+                    purpose=entry.arm.partition(":")[2],
+                    environment=environments.get(entry.session, {}),
+                )
+                self._arms[entry.arm] = _Replayed(arm=arm)
+            elif isinstance(entry, BlockEntry) and entry.block.arm in self._arms:
+                self._arms[entry.block.arm].blocks.append(entry.block)
+            elif isinstance(entry, FaultEntry):
+                self._faults.append(entry)
+
+    @property
+    def where(self) -> str:
+        """The journal."""
+        return str(self._path)
+
+    def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
+        """See `Bench.open_arm`.
+
+        Raises:
+            NotMeasurable: the journal has no such arm.
+        """
+        name = f"{experiment.digest}:{purpose}"
+        if name not in self._arms:
+            faults = "".join(f"\n  it notes a fault: {fault.error}: {fault.message}" for fault in self._faults)
+            raise NotMeasurable(
+                f"{self._path} holds no arm {purpose!r} of {experiment.describe()} ({experiment.digest}); replay with "
+                f"the options of the run that wrote it{faults}"
+            )
+        return self._arms[name].arm
+
+    def run(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:  # noqa: ARG002 -- the journal decides
+        """See `Bench.run`: what was measured then, whatever the number of steps."""
+        replayed = self._arms[arm.name]
+        if replayed.next_block >= len(replayed.blocks):
+            raise EndOfEvidence
+        replayed.next_block += 1
+        return replayed.blocks[replayed.next_block - 1]
+
+    def close_arm(self, arm: Arm) -> None:
+        """Nothing is held."""
+
+    def note_verdict(self, entry: VerdictEntry) -> None:
+        """The journal has its verdicts; a replay adds none."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,399 @@
+"""Live evidence: what a claim asks, measured on the machine at hand, or replayed from the journal of a run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
+
+from shardgauge.bench import Arm, Bench, EndOfEvidence
+from shardgauge.errors import NotMeasurable, SpecError
+from shardgauge.evidence import Bounds, Counts, Curve, Effect, EvidenceName, Figure, Question, Run
+from shardgauge.plan import parameter_shapes, rows_as_published
+from shardgauge.quantities import Quantity
+from shardgauge.records import Block, StepRecord
+from shardgauge.spec import DeviceName, EngineName, Experiment, Mesh, build_experiment
+from shardgauge.stats import Interval, looks, mean_interval
+
+COUNTED_STEPS = 2
+CURVE_STEPS = 20
+WARM_UP_STEPS = 5
+BLOCK_S = 0.5
+FEWEST_BLOCK_STEPS = 3
+MOST_BLOCK_STEPS = 20
+LIVE_PRESETS: Mapping[DeviceName, str] = {"npu": "qwen3-8b-lite", "cuda": "qwen3-8b-lite", "cpu": "qwen3-nano"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveSettings:
+    """How experiments are fitted to the machine. `timing_ranks` may be fewer than `world_size` on a small one."""
+
+    device: DeviceName
+    candidate: EngineName
+    world_size: int
+    timing_ranks: int
+    budget_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What one block of one arm yields: its metrics by name."""
+
+    metrics: Mapping[str, float]
+
+    def value(self, quantity: Quantity) -> float:
+        """The quantity's value in this block."""
+        return float(quantity.evaluate(lambda name: Decimal(self.metrics[name])))
+
+
+class LiveEvidence:
+    """Answers questions with blocks from a bench; every answer is kept, so that no claim measures twice."""
+
+    name: EvidenceName = "live"
+
+    def __init__(self, settings: LiveSettings, bench: Bench) -> None:
+        self.settings = settings
+        self.bench = bench
+        self._counts: dict[str, Counts] = {}
+        self._curves: dict[tuple[str, int], Curve] = {}
+
+    def device_of(self, run: Run) -> DeviceName:  # noqa: ARG002 -- all runs share the machine
+        """The device at hand."""
+        return self.settings.device
+
+    def fit(self, run: Run, *, ranks: int, metered: bool) -> Experiment:
+        """The experiment that stands for `run` on this machine.
+
+        hyper_torch's place is taken by the candidate, the model by the device's preset, the mesh keeps its kind on
+        `ranks` ranks, and on a CPU claims about time run over the preset's metered link.
+        """
+        published = run.experiment
+        preset = LIVE_PRESETS[self.settings.device]
+        engine = self.settings.candidate if published.engine == "hyper_torch" else published.engine
+        experiment = build_experiment(
+            engine=engine,
+            switches=published.switches,
+            preset=preset,
+            mesh=fit_mesh(published.mesh, ranks),
+            data_ranks=ranks if engine == "single" else None,
+            precision=published.precision,
+        )
+        if metered and self.settings.device == "cpu":
+            return experiment.model_copy(update={"link": experiment.model_preset.link})
+        return experiment
+
+    def counts(self, run: Run) -> Counts:
+        """Collectives over two steps, the same on every rank.
+
+        Raises:
+            NotMeasurable: ranks disagree.
+        """
+        experiment = self.fit(run, ranks=self.settings.world_size, metered=False)
+        if experiment.digest not in self._counts:
+            with self._arms({"of": experiment}, "counts") as arms:
+                block = self._whole_block(arms["of"], steps=COUNTED_STEPS)
+            self._counts[experiment.digest] = self._read_counts(experiment, block)
+        return self._counts[experiment.digest]
+
+    def curve(self, run: Run, *, repetition: int = 0) -> Curve:
+        """Losses (mean over the global batch) and gradient norms over 20 steps from step 0.
+
+        Raises:
+            NotMeasurable: a loss or norm is not finite.
+        """
+        experiment = self.fit(run, ranks=self.settings.world_size, metered=False)
+        key = (experiment.digest, repetition)
+        if key not in self._curves:
+            with self._arms({"of": experiment}, f"curve-{repetition}") as arms:
+                block = self._whole_block(arms["of"], steps=CURVE_STEPS, gradients=True)
+            self._curves[key] = self._read_curve(run, experiment, block)
+        return self._curves[key]
+
+    def measure(self, question: Question) -> Effect:
+        """The effect, with an interval that is as narrow as the claim needs or the budget allows.
+
+        Raises:
+            NotMeasurable: the metric cannot be had on this device, an arm is broken, or the arms' environments differ.
+        """
+        ranks = self.settings.timing_ranks
+        experiments = {"of": self.fit(question.of, ranks=ranks, metered=True)}
+        if question.to is not None:
+            experiments["to"] = self.fit(question.to, ranks=ranks, metered=True)
+        names = {*question.quantity.names, *question.to_quantity.names}
+        known = _metric_names(self.settings.device)
+        if unknown := sorted(names - known):
+            raise NotMeasurable(
+                f"{', '.join(unknown)}: not measured live on {self.settings.device} (which measures "
+                f"{', '.join(sorted(known))}); decide it on recorded evidence (-m recorded)"
+            )
+        purpose = f"measure {question.quantity.text} " + "/".join(e.digest for e in experiments.values())
+        with self._arms(experiments, purpose) as arms:
+            return _Measurement(question, arms, self).decide()
+
+    @contextmanager
+    def _arms(self, experiments: Mapping[str, Experiment], purpose: str) -> Iterator[Mapping[str, Arm]]:
+        opened: dict[str, Arm] = {}
+        try:
+            for role, experiment in experiments.items():
+                opened[role] = self.bench.open_arm(experiment, f"{purpose} {role}")
+            _require_one_environment(opened)
+            yield opened
+        finally:
+            for arm in opened.values():
+                self.bench.close_arm(arm)
+
+    def _whole_block(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:
+        try:
+            block = self.bench.run(arm, steps=steps, gradients=gradients)
+        except EndOfEvidence:
+            raise NotMeasurable(f"{self.bench.where} holds no block of {arm.experiment.describe()}") from None
+        require_whole(block, arm.experiment, where=self.bench.where)
+        if len(block.ranks[0].steps) != steps:
+            raise NotMeasurable(
+                f"{arm.experiment.describe()}: {len(block.ranks[0].steps)} steps recorded where {steps} belong "
+                f"({self.bench.where})"
+            )
+        return block
+
+    def _read_counts(self, experiment: Experiment, block: Block) -> Counts:
+        totals = [
+            {kind: sum(step.counts[kind] for step in rank.steps) for kind in rank.steps[0].counts}
+            for rank in block.ranks
+        ]
+        for rank, total in enumerate(totals):
+            if total != totals[0]:
+                raise NotMeasurable(
+                    f"{experiment.describe()}: rank {rank} issued {total}, rank 0 {totals[0]}; ranks that do not issue "
+                    f"the same collectives train by luck ({self.bench.where})"
+                )
+        gathers, scatters = rows_as_published(totals[0])
+        return Counts(
+            experiment=experiment,
+            steps=COUNTED_STEPS,
+            rows_all_gather=gathers,
+            rows_reduce_scatter=scatters,
+            collectives=totals[0],
+            where=self.bench.where,
+        )
+
+    def _read_curve(self, run: Run, experiment: Experiment, block: Block) -> Curve:
+        losses = tuple(statistics.fmean(finite_losses(steps)) for steps in zip(*_by_rank(block), strict=True))
+        names = tuple(parameter_shapes(experiment.model_preset))
+        norms = [step.grad_norms or () for step in block.ranks[0].steps]
+        for step, row in enumerate(norms):
+            for name, norm in zip(names, row, strict=True):
+                if norm is None:
+                    raise NotMeasurable(f"{run.label}: the gradient of {name} is not finite at step {step}")
+        return Curve(
+            run=f"{run.label}: {experiment.describe()}",
+            losses=losses,
+            gradient_norms={
+                name: tuple(row[i] for row in norms if row[i] is not None)  # none is None: checked above
+                for i, name in enumerate(names)
+            },
+            where=self.bench.where,
+        )
+
+
+class _Measurement:
+    """One question's sequence of blocks and looks."""
+
+    def __init__(self, question: Question, arms: Mapping[str, Arm], evidence: LiveEvidence) -> None:
+        self._question = question
+        self._arms = arms
+        self._evidence = evidence
+        self._samples: dict[str, list[Sample]] = {role: [] for role in arms}
+        self._block_steps = dict.fromkeys(arms, WARM_UP_STEPS)
+
+    def decide(self) -> Effect:
+        deadline = time.monotonic() + self._evidence.settings.budget_s
+        for role in self._arms:
+            self._warm_up(role)
+        interval: Interval | None = None
+        for look in looks(self._question.confidence):
+            try:
+                while len(self._samples["of"]) < look.samples:
+                    if interval is not None and time.monotonic() > deadline:
+                        raise EndOfEvidence
+                    self._measure_pair()
+            except EndOfEvidence:
+                break
+            interval = mean_interval(self._effects(), look.error_probability)
+            if settles(self._question.bounds, *self._on_scale(interval)):
+                break
+        if interval is None:
+            raise NotMeasurable(
+                f"{self._question.of.label}: only {len(self._effects())} pairs of blocks, too few for an interval "
+                f"({self._evidence.bench.where})"
+            )
+        return self._effect(interval)
+
+    def _warm_up(self, role: str) -> None:
+        block = self._block(role)
+        step_s = statistics.median(step.duration_ns for step in block.ranks[0].steps) * 1e-9
+        self._block_steps[role] = min(MOST_BLOCK_STEPS, max(FEWEST_BLOCK_STEPS, math.ceil(BLOCK_S / step_s)))
+
+    def _measure_pair(self) -> None:
+        """Both arms once; the order alternates from pair to pair (A B, B A), and the first pair's is drawn."""
+        roles = list(self._arms)
+        drawn = int(self._arms["of"].experiment.digest, 16)
+        if (len(self._samples["of"]) + drawn) % 2:
+            roles.reverse()
+        measured = {role: read_sample(self._block(role)) for role in roles}
+        for role, sample in measured.items():
+            self._samples[role].append(sample)
+
+    def _block(self, role: str) -> Block:
+        arm = self._arms[role]
+        block = self._evidence.bench.run(arm, steps=self._block_steps[role])
+        require_whole(block, arm.experiment, where=self._evidence.bench.where)
+        for steps in zip(*_by_rank(block), strict=True):
+            finite_losses(steps)
+        return block
+
+    def _effects(self) -> list[float]:
+        """One number a pair: a log-ratio, a difference, or the value itself."""
+        question = self._question
+        values = [sample.value(question.quantity) for sample in self._samples["of"]]
+        if question.comparison == "value":
+            return values
+        others = [sample.value(question.to_quantity) for sample in self._samples["to"]]
+        if question.comparison == "difference":
+            return [value - other for value, other in zip(values, others, strict=True)]
+        return [math.log(value / other) for value, other in zip(values, others, strict=True)]
+
+    def _on_scale(self, interval: Interval) -> tuple[float, float]:
+        if self._question.comparison == "ratio":
+            return math.exp(interval.low), math.exp(interval.high)
+        return interval.low, interval.high
+
+    def _effect(self, interval: Interval) -> Effect:
+        ratio = self._question.comparison == "ratio"
+        low, high = self._on_scale(interval)
+        scale = 1.0 if ratio else abs(interval.mean) or 1.0
+        return Effect(
+            basis="samples",
+            estimate=math.exp(interval.mean) if ratio else interval.mean,
+            low=low,
+            high=high,
+            pairs=len(self._samples["of"]),
+            noise_ratio=interval.deviation / scale,
+            smallest_detectable_ratio=math.expm1(interval.detectable) if ratio else interval.detectable / scale,
+            figures=tuple(self._figure(role) for role in self._arms),
+        )
+
+    def _figure(self, role: str) -> Figure:
+        question = self._question
+        run = question.of if role == "of" or question.to is None else question.to
+        quantity = question.quantity if role == "of" else question.to_quantity
+        return Figure(
+            run=f"{run.name}: {self._arms[role].experiment.describe()}",
+            quantity=quantity.text,
+            value=statistics.median(sample.value(quantity) for sample in self._samples[role]),
+            unit=quantity.unit,
+            where=self._evidence.bench.where,
+        )
+
+
+def settles(bounds: Bounds, low: float, high: float) -> bool:
+    """Whether the whole interval is inside the bounds, or wholly outside on one side."""
+    at_least = -math.inf if bounds.at_least is None else bounds.at_least
+    at_most = math.inf if bounds.at_most is None else bounds.at_most
+    return (low >= at_least and high <= at_most) or high < at_least or low > at_most
+
+
+def fit_mesh(published: Mesh, ranks: int) -> Mesh:
+    """The published mesh's kind on `ranks` ranks; HSDP keeps two replicas.
+
+    Raises:
+        SpecError: the mesh does not divide the ranks.
+    """
+    replicas = published.replicate
+    if ranks % replicas or ranks < 2 * replicas:
+        raise SpecError(
+            f"{published.name} keeps {replicas} replicas of at least 2 shards, which does not divide {ranks} ranks; "
+            f"choose --gauge-world-size as a multiple of {2 * replicas}"
+        )
+    return Mesh(shape=(replicas, ranks // replicas) if replicas > 1 else (ranks,))
+
+
+def read_sample(block: Block) -> Sample:
+    """A block's metrics. A step lasts as long as on its slowest rank; the block's time is its steps' median.
+
+    On the metered link, communication is transfer time, and exposed is what the rank sat waiting through; both are
+    means over ranks and steps, their ratio is of the sums.
+    """
+    steps = list(zip(*_by_rank(block), strict=True))
+    step_ms = statistics.median(max(step.duration_ns for step in ranks) for ranks in steps) * 1e-6
+    metrics = {"step_ms": step_ms}
+    uses = [step.link for ranks in steps for step in ranks if step.link is not None]
+    transfer_ns, exposed_ns = sum(use.transfer_ns for use in uses), sum(use.exposed_ns for use in uses)
+    if uses and transfer_ns:
+        exposed_ms = exposed_ns / len(uses) * 1e-6
+        metrics |= {
+            "exposed_ms": exposed_ms,
+            "overlapped_ms": (transfer_ns - exposed_ns) / len(uses) * 1e-6,
+            "overlap_ratio": 1 - exposed_ns / transfer_ns,
+            "exposed_share": exposed_ms / step_ms,
+        }
+    return Sample(metrics=metrics)
+
+
+def _metric_names(device: DeviceName) -> frozenset[str]:
+    on_the_link = {"exposed_ms", "overlapped_ms", "overlap_ratio", "exposed_share"}
+    return frozenset({"step_ms"} | (on_the_link if device == "cpu" else set()))
+
+
+def require_whole(block: Block, experiment: Experiment, *, where: str) -> None:
+    """Every rank of the mesh, each with the same consecutive steps.
+
+    Raises:
+        NotMeasurable: a rank or a step is missing.
+    """
+    ranks = [rank.rank for rank in block.ranks]
+    if ranks != list(range(experiment.mesh.size)):
+        missing = sorted(set(range(experiment.mesh.size)) - set(ranks))
+        raise NotMeasurable(
+            f"{experiment.describe()}: block {block.index} has no record of rank {', '.join(map(str, missing))}; "
+            f"an incomplete block is no evidence ({where})"
+        )
+    expected = [step.step for step in block.ranks[0].steps]
+    consecutive = list(range(expected[0], expected[0] + len(expected))) if expected else []
+    for rank in block.ranks:
+        found = [step.step for step in rank.steps]
+        if not found or found != expected or found != consecutive:
+            raise NotMeasurable(
+                f"{experiment.describe()}: block {block.index} of rank {rank.rank} holds steps {found}, "
+                f"consecutive steps {consecutive} belong there ({where})"
+            )
+
+
+def finite_losses(steps: tuple[StepRecord, ...]) -> list[float]:
+    """One step's losses, a rank each.
+
+    Raises:
+        NotMeasurable: one is not finite.
+    """
+    for rank, step in enumerate(steps):
+        if step.loss is None:
+            raise NotMeasurable(f"the loss of rank {rank} is not finite at step {step.step}: nothing after it counts")
+    return [step.loss for step in steps if step.loss is not None]
+
+
+def _by_rank(block: Block) -> list[tuple[StepRecord, ...]]:
+    return [rank.steps for rank in block.ranks]
+
+
+def _require_one_environment(arms: Mapping[str, Arm]) -> None:
+    first, *others = arms.values()
+    for other in others:
+        if differing := sorted(dict(first.environment).items() ^ dict(other.environment).items()):
+            named = sorted({name for name, _ in differing})
+            raise NotMeasurable(
+                f"{first.experiment.engine} and {other.experiment.engine} ran in different environments: "
+                f"{', '.join(named)} differ; measure both arms in one"
+            )
