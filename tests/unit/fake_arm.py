@@ -36,7 +36,7 @@ class FakeArm:
             return None
         for fault in self._experiment.faults:
             if fault.rank == self._rank and first <= fault.step < self._next:
-                strike(fault)
+                steps -= strike(fault)
         records = tuple(
             StepRecord(
                 step=step,
@@ -46,23 +46,20 @@ class FakeArm:
                 payload_bytes={},
                 grad_norms=(1.0,) if gradients else None,
             )
-            for step in range(first, self._next - self._short())
+            for step in range(first, first + steps)
         )
         return RankBlock(rank=self._rank, steps=records, peak_memory_bytes=1)
 
     def close(self) -> None:
         """Nothing to free."""
 
-    def _short(self) -> int:
-        """A step fewer than asked, on rank 1: what `lost_forward_prefetch` stands for here."""
-        return int(self._rank == 1 and any(fault.kind == "lost_forward_prefetch" for fault in self._experiment.faults))
 
-
-def strike(fault: Fault) -> None:
-    """Raise, die or hang, as the fault says."""
+def strike(fault: Fault) -> int:
+    """Raise, die, hang, or return how many steps are to be lost (which `lost_forward_prefetch` stands for here)."""
     if fault.kind == "raising_rank":
         raise ArithmeticError("the fake arm raises")
     if fault.kind == "dead_rank":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "hung_rank":
         time.sleep(3600)
+    return 1

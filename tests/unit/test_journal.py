@@ -109,6 +109,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)  # noqa: S607 -- as above
 
 
+def fill(journal: Journal, entry: Entry) -> None:
+    """Append until the disk is full."""
+    for _ in range(20):
+        journal.append(entry)
+
+
 def test_a_full_disk_cuts_back_to_the_last_whole_line(small_disk: Path) -> None:
     """The error counts the intact lines, exactly those can be read, and with room again the journal goes on."""
     path, ballast = small_disk / "journal.jsonl", small_disk / "ballast"
@@ -116,8 +122,7 @@ def test_a_full_disk_cuts_back_to_the_last_whole_line(small_disk: Path) -> None:
     long = FaultEntry(session="s", error="RankDied", message="x" * 5000)
     with Journal(path) as journal:
         with pytest.raises(JournalWriteFailed, match="No space left on device") as caught:
-            for _ in range(20):
-                journal.append(long)
+            fill(journal, long)
         content = read_journal(path)
         lines = len(content.entries)
         assert content.entries == (HeaderEntry(), *[long] * (lines - 1))

@@ -14,8 +14,9 @@ import psutil
 from shardgauge import errors
 from shardgauge.errors import MissingDependency, RankDied, RankHung, RankRaised, SessionError, ShardgaugeError
 from shardgauge.launch.mailbox import Answers
+from shardgauge.launch.process_tree import rank_processes
 from shardgauge.launch.torchrun import INSTALL_TORCH, Launch
-from shardgauge.protocol import Raised, Refused
+from shardgauge.protocol import Raised, Refused, Reply
 from shardgauge.rundir import SessionDir
 
 _TAIL_LINES = 30
@@ -33,8 +34,8 @@ class Scene:
     directory: SessionDir
 
 
-def explain_failure(scene: Scene, processes: Mapping[int, psutil.Process]) -> ShardgaugeError:
-    """The error for a command that not every rank carried out. Silent ranks among `processes` dump their stacks.
+def explain_failure(scene: Scene) -> ShardgaugeError:
+    """The error for a command that not every rank carried out. Ranks that are silent dump their stacks first.
 
     A rank that was killed takes its peers' collectives with it, so a death without a word outranks the exceptions
     that followed from it; of several exceptions the earliest is shown.
@@ -51,7 +52,7 @@ def explain_failure(scene: Scene, processes: Mapping[int, psutil.Process]) -> Sh
         return _launcher_gone(scene)
     if answers.end == "complete":
         return _disagreed(scene)
-    return _hung(scene, processes)
+    return _hung(scene)
 
 
 def refusal(replies: Mapping[int, Refused]) -> ShardgaugeError:
@@ -88,15 +89,12 @@ def _launcher_gone(scene: Scene) -> ShardgaugeError:
 
 
 def _disagreed(scene: Scene) -> ShardgaugeError:
-    refused = {rank: reply for rank, reply in scene.answers.replies.items() if isinstance(reply, Refused)}
-    done = tuple(rank for rank in scene.answers.replies if rank not in refused)
-    said = "\n".join(f"rank {rank}: {reply.error}: {reply.message}" for rank, reply in sorted(refused.items()))
-    what = f"disagreed {scene.doing}: {name_ranks(tuple(refused))} refused, {name_ranks(done)} did not"
-    return SessionError(_message(scene, what, said))
+    said = "\n".join(_quote(rank, reply) for rank, reply in sorted(scene.answers.replies.items()))
+    return SessionError(_message(scene, f"disagreed {scene.doing}:", said))
 
 
-def _hung(scene: Scene, processes: Mapping[int, psutil.Process]) -> ShardgaugeError:
-    answers = scene.answers
+def _hung(scene: Scene) -> ShardgaugeError:
+    answers, processes = scene.answers, rank_processes(scene.directory)
     answered = tuple(answers.replies)
     silent_logs = {rank: log for rank in answers.silent if (log := scene.launch.rank_log(rank))}
     dump_stacks({log: processes[rank] for rank, log in silent_logs.items() if rank in processes})
@@ -105,6 +103,11 @@ def _hung(scene: Scene, processes: Mapping[int, psutil.Process]) -> ShardgaugeEr
         f"{name_ranks(answered) if answered else 'no rank'} answered. The silent ranks were here:"
     )
     return RankHung(_message(scene, what, _logs(scene, answers.silent)))
+
+
+def _quote(rank: int, reply: Reply) -> str:
+    refused = f" ({reply.error}: {reply.message})" if isinstance(reply, Refused) else ""
+    return f"rank {rank} said {reply.kind}{refused}"
 
 
 def dump_stacks(processes: Mapping[Path, psutil.Process]) -> None:

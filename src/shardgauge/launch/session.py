@@ -15,7 +15,7 @@ from shardgauge.launch.arms import ArmProgress, Deadlines
 from shardgauge.launch.device_lock import default_lock_dir, device_ids, locked_devices
 from shardgauge.launch.diagnosis import Scene, describe_exit, explain_failure, refusal, tail
 from shardgauge.launch.mailbox import Answers, Mailbox, Patience
-from shardgauge.launch.process_tree import end_processes, rank_processes
+from shardgauge.launch.process_tree import end_processes
 from shardgauge.launch.torchrun import Launch, Launcher, Torchrun
 from shardgauge.protocol import Close, Command, Discard, Done, Hello, Prepare, Refused, Run, SessionSpec, post
 from shardgauge.records import RankBlock
@@ -96,11 +96,10 @@ class Session:
             SessionError: a rank died, raised, hung or disagreed.
         """
         if arm in self._arms:
-            raise SpecError(f"session {self._spec.session!r} has an arm {arm!r} already; discard it or choose a name")
+            raise SpecError(f"{self._named} has an arm {arm!r} already; discard it or choose a name")
         if experiment.mesh.size > self._spec.world_size:
             raise SpecError(
-                f"{experiment.mesh.name} needs {experiment.mesh.size} ranks, session {self._spec.session!r} has "
-                f"{self._spec.world_size}"
+                f"{experiment.mesh.name} needs {experiment.mesh.size} ranks, {self._named} has {self._spec.world_size}"
             )
         command = Prepare(arm=arm, experiment=experiment)
         self._ask(command, doing=f"preparing arm {arm!r}", replies_s=self._deadlines.prepare_s)
@@ -121,7 +120,10 @@ class Session:
         doing = f"running steps {first} to {last} of arm {arm!r}"
         done = self._ask(command, doing=doing, replies_s=progress.allowance_s(steps, self._deadlines))
         with self._ending_on_error():
-            blocks = progress.check(done, steps=steps)
+            try:
+                blocks = progress.check(done, steps=steps)
+            except SessionError as error:
+                raise SessionError(f"{self._named} sent an incomplete block {doing}: {error}\n{self._where}") from error
         self._arms[arm] = progress.after(blocks)
         return blocks
 
@@ -148,13 +150,20 @@ class Session:
         code = self._launched.wait(self._deadlines.close_s)
         exits = self._launched.rank_exits()
         self._end("it was closed")
-        where = f"logs: {self._directory.logs}, {self._directory.launcher_log}"
         if code is None:
-            raise RankHung(f"session {self._spec.session!r} said good-bye and did not end; it was killed. {where}")
+            raise RankHung(f"{self._named} said good-bye and did not end; it was killed. {self._where}")
         if code != 0:
             ranks = ", ".join(f"rank {rank} {describe_exit(exits[rank])}" for rank in sorted(exits))
             end = tail(self._launched.rank_log(min(exits)) if exits else self._directory.launcher_log)
-            raise RankDied(f"session {self._spec.session!r} did not end cleanly: {ranks}\n{end}\n{where}")
+            raise RankDied(f"{self._named} did not end cleanly: {ranks}\n{end}\n{self._where}")
+
+    @property
+    def _named(self) -> str:
+        return f"session {self._spec.session!r}"
+
+    @property
+    def _where(self) -> str:
+        return f"logs: {self._directory.logs}, {self._directory.launcher_log}"
 
     @property
     def _launched(self) -> Launch:
@@ -173,9 +182,7 @@ class Session:
             self._held.callback(self._end_processes)
             self._launch = self._launcher.start(self._directory, world_size=self._spec.world_size)
         except OSError as error:
-            raise LaunchFailed(
-                f"session {self._spec.session!r} could not be set up in {self._directory.root}: {error}"
-            ) from error
+            raise LaunchFailed(f"{self._named} could not be set up in {self._directory.root}: {error}") from error
 
     def _greet(self, answers: Answers) -> tuple[Hello, ...]:
         refused = {rank: reply for rank, reply in answers.replies.items() if isinstance(reply, Refused)}
@@ -183,12 +190,12 @@ class Session:
             raise refusal(refused)
         hellos = tuple(reply for _, reply in sorted(answers.replies.items()) if isinstance(reply, Hello))
         if len(hellos) != self._spec.world_size:
-            error = self._explain(answers, doing="starting up")
+            error = explain_failure(self._scene(answers, "starting up"))
             raise LaunchFailed(str(error)) if isinstance(error, SessionError) else error
         for hello in hellos:
             if hello.environment != hellos[0].environment:
                 other = sorted(hello.environment.items() ^ hellos[0].environment.items())
-                raise LaunchFailed(f"ranks 0 and {hello.rank} do not run in the same environment: {other}")
+                raise LaunchFailed(f"{self._named}: ranks 0 and {hello.rank} run in unlike environments: {other}")
         return hellos
 
     def _ask(self, command: Command, *, doing: str, replies_s: float) -> Mapping[int, Done]:
@@ -199,7 +206,7 @@ class Session:
             done = {rank: reply for rank, reply in answers.replies.items() if isinstance(reply, Done)}
             refused = {rank: reply for rank, reply in answers.replies.items() if isinstance(reply, Refused)}
             if self._spec.world_size not in (len(done), len(refused)):
-                raise self._explain(answers, doing=doing)
+                raise explain_failure(self._scene(answers, doing))
         if refused:
             raise refusal(refused)
         return done
@@ -208,22 +215,21 @@ class Session:
         patience = Patience(replies_s=replies_s, after_refused_s=self._deadlines.refusal_s)
         return self._mailbox.wait(index, patience=patience, launcher_lives=self._launched.lives)
 
-    def _explain(self, answers: Answers, *, doing: str) -> Exception:
-        scene = Scene(
+    def _scene(self, answers: Answers, doing: str) -> Scene:
+        return Scene(
             session=self._spec.session, doing=doing, answers=answers, launch=self._launched, directory=self._directory
         )
-        return explain_failure(scene, rank_processes(self._directory))
 
     def _progress(self, arm: str) -> ArmProgress:
         self._require_open()
         if arm not in self._arms:
             known = ", ".join(repr(name) for name in self._arms) or "none"
-            raise SpecError(f"session {self._spec.session!r} has no arm {arm!r}; prepared arms: {known}")
+            raise SpecError(f"{self._named} has no arm {arm!r}; prepared arms: {known}")
         return self._arms[arm]
 
     def _require_open(self) -> None:
         if self._over is not None:
-            raise SessionError(f"session {self._spec.session!r} can't be used: {self._over}")
+            raise SessionError(f"{self._named} can't be used: {self._over}")
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:
@@ -244,4 +250,4 @@ class Session:
         if self._launch is not None:
             self._launch.wait(1.0)  # reaps a launcher that was killed
         if left:
-            raise SessionError(f"session {self._spec.session!r}: not even SIGKILL ended the processes {left}")
+            raise SessionError(f"{self._named}: not even SIGKILL ended the processes {left}")
