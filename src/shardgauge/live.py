@@ -78,7 +78,7 @@ class LiveEvidence:
             engine=engine,
             switches=published.switches,
             preset=preset,
-            mesh=fit_mesh(published.mesh, ranks),
+            mesh=Mesh(shape=(1,)) if engine == "single" else fit_mesh(published.mesh, ranks),
             data_ranks=ranks if engine == "single" else None,
             precision=published.precision,
         )
