@@ -1,4 +1,4 @@
-"""The arm that session tests run: no model, no collectives, and one fault a kind, chosen by the experiment."""
+"""The arm that session tests run: no model, and one fault a kind, chosen by the experiment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from shardgauge.errors import UnsupportedSwitch
 from shardgauge.protocol import SessionSpec
 from shardgauge.records import RankBlock, StepRecord
 from shardgauge.spec import Experiment, Fault
+
+TOGETHER = 7
+"""An experiment with this seed has its ranks wait for each other in every block, as a real one's do."""
 
 
 def build_arm(experiment: Experiment, session: SessionSpec, rank: int, device: object) -> FakeArm:  # noqa: ARG001 -- as the worker calls it
@@ -37,6 +40,10 @@ class FakeArm:
         for fault in self._experiment.faults:
             if fault.rank == self._rank and first <= fault.step < self._next:
                 steps -= strike(fault)
+        if self._experiment.seed == TOGETHER:
+            from torch import distributed
+
+            distributed.barrier()
         records = tuple(
             StepRecord(
                 step=step,

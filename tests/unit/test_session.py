@@ -34,6 +34,7 @@ from shardgauge.protocol import Done, SessionSpec
 from shardgauge.records import RankBlock, StepRecord
 from shardgauge.rundir import SessionDir
 from shardgauge.spec import DeviceName, Experiment, Fault, FaultKind, Mesh, Switches
+from tests.unit.fake_arm import TOGETHER
 from tests.unit.fake_ranks import FakeRanks
 
 HERE = Path(__file__).parent
@@ -42,9 +43,9 @@ TWO_RANKS = Experiment(engine="reference", mesh=Mesh(shape=(2,)))
 IMPATIENT = Deadlines(block_s=5, first_step_s=0)
 
 
-def with_fault(kind: FaultKind) -> Experiment:
+def with_fault(kind: FaultKind, *, seed: int) -> Experiment:
     """An experiment in which rank 1 has the fault at step 2."""
-    return TWO_RANKS.model_copy(update={"faults": (Fault(kind=kind, rank=1, step=2),)})
+    return TWO_RANKS.model_copy(update={"faults": (Fault(kind=kind, rank=1, step=2),), "seed": seed})
 
 
 def session_in(root: Path, name: str = "s", *, device: DeviceName = "cpu", **options: Any) -> Session:
@@ -160,24 +161,26 @@ def test_two_sessions_at_once_and_the_waiting_one_uses_no_core(live: Session, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "said"),
+    ("kind", "seed", "error", "said"),
     [
         (
             "raising_rank",
+            TOGETHER,
             RankRaised,
             ("rank 1: ArithmeticError: the fake arm raises", 'fake_arm.py", line', "in strike"),
         ),
-        ("dead_rank", RankDied, ("rank 1 was killed by SIGKILL", "memory runs out")),
-        ("hung_rank", RankHung, ("no answer from rank 1", "rank 0 answered", 'fake_arm.py", line', "in strike")),
-        ("lost_forward_prefetch", SessionError, ("rank 1 was asked for steps [2, 3] and sent [2]",)),
+        ("dead_rank", TOGETHER, RankDied, ("rank 1 was killed by SIGKILL", "memory runs out")),
+        ("hung_rank", 42, RankHung, ("no answer from rank 1", "rank 0 answered", 'fake_arm.py", line', "in strike")),
+        ("lost_forward_prefetch", TOGETHER, SessionError, ("rank 1 was asked for steps [2, 3] and sent [2]",)),
     ],
 )
 def test_a_failing_rank_ends_the_session(
-    tmp_path: Path, kind: FaultKind, error: type[SessionError], said: tuple[str, ...]
+    tmp_path: Path, kind: FaultKind, seed: int, error: type[SessionError], said: tuple[str, ...]
 ) -> None:
     """The error names what happened, the rank, the steps and the logs; no process and no lock is left."""
-    with session_in(tmp_path, deadlines=IMPATIENT) as session:
-        session.prepare("arm", with_fault(kind))
+    deadlines = IMPATIENT if kind == "hung_rank" else Deadlines()
+    with session_in(tmp_path, deadlines=deadlines) as session:
+        session.prepare("arm", with_fault(kind, seed=seed))
         session.run("arm", steps=2)
         with pytest.raises(SessionError) as caught:
             session.run("arm", steps=2)
