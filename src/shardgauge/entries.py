@@ -243,7 +243,7 @@ class Part(Boundary):
 class Claim(Boundary):
     """A published sentence, made decidable. `parts` are every comparison that it takes."""
 
-    claim: Annotated[str, Field(pattern=r"[a-z0-9]+(-[a-z0-9]+)*")]
+    claim: Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
     sentence: str
     kind: Kind
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99

@@ -28,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     if is_asked_for(config):
         # Imported here so that a project without claims pays nothing for having the plugin installed.
-        from shardgauge.suite import GaugeSuite
+        from shardgauge import gauge_fixtures, suite
 
-        config.pluginmanager.register(GaugeSuite(read_options(config)), "shardgauge-suite")
+        files = gauge_fixtures.CaseFiles(read_options(config))
+        config.stash[gauge_fixtures.FILES] = files
+        config.pluginmanager.register(gauge_fixtures, "shardgauge-fixtures")
+        config.pluginmanager.register(suite.GaugeSuite(files), "shardgauge-suite")

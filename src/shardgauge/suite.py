@@ -1,73 +1,28 @@
-"""The plugin at work: tests that use `gauge` are run once for each kind of evidence, and their verdicts are told."""
+"""The hooks: tests that use `gauge` are run once for each kind of evidence, and their verdicts are told."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import Any, cast
+from collections.abc import Generator, Iterable
+from typing import Any
 
 import pytest
 
-from shardgauge.claims import Docket
-from shardgauge.entries import Part
 from shardgauge.errors import ShardgaugeError, ThresholdError
-from shardgauge.evidence import Evidence, EvidenceName
+from shardgauge.evidence import EvidenceName
 from shardgauge.gauge import ClaimRefuted, Gauge, is_on
-from shardgauge.options import GaugeOptions
-from shardgauge.recorded import RecordedEvidence, read_records
-from shardgauge.thresholds import Thresholds, read_thresholds
+from shardgauge.gauge_fixtures import GAUGE, CaseFiles, claim_name, meshes_of
 from shardgauge.verdict import Verdict
 from shardgauge.verdict_table import tell_verdicts
 
-MESH_MARKS = ("fsdp8", "hsdp24")
 VERDICT_PROPERTY = "shardgauge"
-GAUGE = pytest.StashKey[Gauge]()
 
 
 class GaugeSuite:
-    """Everything that needs claims. Files are read when the first test needs them, and once."""
+    """The hooks; what they read is the session's case files."""
 
-    def __init__(self, options: GaugeOptions) -> None:
-        self.options = options
+    def __init__(self, files: CaseFiles) -> None:
+        self._files = files
         self._told: list[Verdict] = []
-
-    @cached_property
-    def thresholds(self) -> Thresholds:
-        """The claims; a ThresholdError where the file is wrong."""
-        return read_thresholds(self.options.thresholds, name=self.options.shown(self.options.thresholds))
-
-    @cached_property
-    def recorded(self) -> RecordedEvidence:
-        """The recorded runs."""
-        return read_records(self.options.results, shown_as=self.options.shown(self.options.results))
-
-    @pytest.fixture(scope="session")
-    def gauge_options(self) -> GaugeOptions:
-        """What the command line asks for."""
-        return self.options
-
-    @pytest.fixture(scope="session")
-    def live_evidence(self) -> Iterator[Evidence]:
-        """Live evidence, opened by the first test that needs it and closed when the session ends."""
-        with open_live_evidence(self.options) as evidence:
-            yield evidence
-
-    @pytest.fixture
-    def gauge(self, request: pytest.FixtureRequest) -> Gauge:
-        """Decides the claim that the test is marked with, on the evidence that it is parametrized by."""
-        claim = self.thresholds.find(_claim_name(request.node))
-        meshes = _meshes(request.node)
-        parts = [part for part in claim.parts if is_on(part, meshes)]
-        if request.param == "live":
-            _skip_undecidable(parts, self.options)
-            evidence = cast(Evidence, request.getfixturevalue("live_evidence"))
-        else:
-            evidence = self.recorded
-        gauge = Gauge(Docket(claim=claim, file=self.thresholds.name, evidence=evidence), meshes=meshes)
-        request.node.stash[GAUGE] = gauge
-        return gauge
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -89,11 +44,11 @@ class GaugeSuite:
         if not gauged:
             return
         try:
-            names = {_claim_name(item) for item in gauged}
+            names = {claim_name(item) for item in gauged}
             for name in sorted(names):
-                self.thresholds.find(name)
+                self._files.thresholds.find(name)
             if _collected_everything(session):
-                self.thresholds.check_tests(names)
+                self._files.thresholds.check_tests(names)
         except ThresholdError as error:
             raise pytest.UsageError(str(error)) from error
 
@@ -103,7 +58,7 @@ class GaugeSuite:
         result = yield
         gauge = pyfuncitem.stash.get(GAUGE, None)
         if gauge is not None:
-            _conclude(gauge, strict=self.options.strict)
+            _conclude(gauge, strict=self._files.options.strict)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -134,7 +89,7 @@ class GaugeSuite:
 
     def pytest_report_header(self) -> str:
         """Say what live evidence would be taken from, and which files decide."""
-        options = self.options
+        options = self._files.options
         return (
             f"shardgauge: live on {options.device}, candidate {options.candidate}"
             + (f" from {options.hyper_source}" if options.hyper_source else "")
@@ -150,34 +105,12 @@ class GaugeSuite:
 
     def _evidence_for(self, definition: pytest.Item) -> Iterable[EvidenceName]:
         try:
-            claim = self.thresholds.find(_claim_name(definition))
+            claim = self._files.thresholds.find(claim_name(definition))
         except ThresholdError:
             return ("recorded",)  # told, once and without a traceback, when collection is complete
-        meshes = _meshes(definition)
+        meshes = meshes_of(definition)
         published = any(part.published and is_on(part, meshes) for part in claim.parts)
         return ("recorded", "live") if published else ("live",)
-
-
-def open_live_evidence(options: GaugeOptions) -> AbstractContextManager[Evidence]:
-    """What measures now. Imported when the first live claim is decided, so that recorded ones don't pay for it."""
-    try:
-        live = importlib.import_module("shardgauge.live")
-    except ModuleNotFoundError as error:
-        if error.name != "shardgauge.live":
-            raise
-        pytest.skip("live evidence is not available in this build of shardgauge")
-    return cast(AbstractContextManager[Evidence], live.open_live_evidence(options))
-
-
-def _claim_name(item: pytest.Item) -> str:
-    marker = item.get_closest_marker("claim")
-    if marker is None or len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], str):
-        raise ThresholdError(f'{item.nodeid} uses gauge: mark it @pytest.mark.claim("the claim\'s id")')
-    return marker.args[0]
-
-
-def _meshes(item: pytest.Item) -> frozenset[str]:
-    return frozenset(mark for mark in MESH_MARKS if item.get_closest_marker(mark))
 
 
 def _collected_everything(session: pytest.Session) -> bool:
@@ -186,12 +119,6 @@ def _collected_everything(session: pytest.Session) -> bool:
     hidden = ("ignore", "ignore_glob", "deselect", "lf", "last_failed")
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return whole and not session.testsfailed and not any(config.getoption(name, None) for name in hidden)
-
-
-def _skip_undecidable(parts: list[Part], options: GaugeOptions) -> None:
-    reasons = [part.limits[options.device].undecidable for part in parts]
-    if parts and all(reasons):
-        pytest.skip(f"not decidable on {options.device}: {'; '.join(dict.fromkeys(str(reason) for reason in reasons))}")
 
 
 def _conclude(gauge: Gauge, *, strict: bool) -> None:
