@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from decimal import Decimal
 
-from shardgauge.bench import Arm, Bench, EndOfEvidence
+from shardgauge.bench import Arm, Bench, BenchSettings, EndOfEvidence, LiveBench, ReplayBench
 from shardgauge.errors import NotMeasurable, SpecError
 from shardgauge.evidence import Bounds, Counts, Curve, Effect, EvidenceName, Figure, Question, Run
+from shardgauge.options import GaugeOptions
 from shardgauge.plan import parameter_shapes, rows_as_published
 from shardgauge.quantities import Quantity
 from shardgauge.records import Block, StepRecord
+from shardgauge.rundir import RunDir
 from shardgauge.spec import DeviceName, EngineName, Experiment, Mesh, build_experiment
 from shardgauge.stats import Interval, looks, mean_interval
 
@@ -25,6 +29,7 @@ WARM_UP_STEPS = 5
 BLOCK_S = 0.5
 FEWEST_BLOCK_STEPS = 3
 MOST_BLOCK_STEPS = 20
+PUBLISHED_RANKS = 8
 LIVE_PRESETS: Mapping[DeviceName, str] = {"npu": "qwen3-8b-lite", "cuda": "qwen3-8b-lite", "cpu": "qwen3-nano"}
 
 
@@ -297,6 +302,47 @@ class _Measurement:
             unit=quantity.unit,
             where=self._evidence.bench.where,
         )
+
+
+@contextmanager
+def open_live_evidence(options: GaugeOptions) -> Iterator[LiveEvidence]:
+    """Live evidence as the options ask for it: sessions are started when first needed and ended here.
+
+    Raises:
+        RecordError: the journal to replay is malformed.
+        JournalWriteFailed: no journal can be begun in the run directory.
+    """
+    world_size = options.world_size or PUBLISHED_RANKS
+    settings = LiveSettings(
+        device=options.device,
+        candidate=options.candidate,
+        world_size=world_size,
+        timing_ranks=_timing_ranks(options.device, world_size),
+        budget_s=options.budget_s,
+    )
+    if options.replay is not None:
+        yield LiveEvidence(settings, ReplayBench(options.replay))
+        return
+    bench_settings = BenchSettings(
+        device=options.device,
+        world_size=world_size,
+        candidate=options.candidate,
+        hyper_source=options.hyper_source,
+        align_dir=options.align_dir,
+    )
+    started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+    bench = LiveBench(bench_settings, RunDir(options.run_dir / f"{started}-{os.getpid()}"))
+    try:
+        yield LiveEvidence(settings, bench)
+    finally:
+        bench.close()
+
+
+def _timing_ranks(device: DeviceName, world_size: int) -> int:
+    """On a CPU with fewer cores than ranks, time fewer: two a core, but no fewer than two replicas of two shards."""
+    if device != "cpu":
+        return world_size
+    return min(world_size, max(4, 2 * len(os.sched_getaffinity(0))))
 
 
 def settles(bounds: Bounds, low: float, high: float) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.torch_side.spawn import join
 
 from shardgauge.presets import LinkSpec
 from shardgauge.worker import arena
 from shardgauge.worker.collectives import install_tally
 from shardgauge.worker.link import LINK
+from tests.torch_side.spawn import join
 
 SLOW = LinkSpec(latency_us=20_000, bandwidth_gbit_s=1.0)
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.torch_side.spawn import run_ranks
 
 from shardgauge.presets import LinkSpec
 from shardgauge.worker.arena import LARGEST_REGION_BYTES
 from shardgauge.worker.link import Link
+from tests.torch_side.spawn import run_ranks
 
 WORLD = 4
 TRANSFER_NS = 20_000_000
