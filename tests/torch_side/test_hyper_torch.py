@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,23 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         with log.open("w") as output:
             ranks.append(subprocess.Popen([*command, str(rank), str(WORLD)], stdout=output, stderr=output))
     try:
-        codes = [rank.wait(DEADLINE_S) for rank in ranks]
+        codes = wait_for(ranks)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     assert codes == [0] * WORLD, "\n".join(log.read_text()[-3000:] for log in logs)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def wait_for(ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Exit codes once all have ended, or one has failed: the others would wait for it until their own deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
+        time.sleep(0.1)
 
 
 @functools.cache
