@@ -23,10 +23,14 @@ MESH_MARKS = ("fsdp8", "hsdp24")
 
 
 class CaseFiles:
-    """The files that decide claims, each read once, when the first test needs it."""
+    """The files that decide claims, each read once, when the first test needs it.
+
+    `fault` is what was wrong with them when tests were collected, where the run could not be ended there.
+    """
 
     def __init__(self, options: GaugeOptions) -> None:
         self.options = options
+        self.fault: ThresholdError | None = None
 
     @cached_property
     def thresholds(self) -> Thresholds:
@@ -60,6 +64,8 @@ def live_evidence(gauge_options: GaugeOptions) -> Iterator[Evidence]:
 def gauge(request: pytest.FixtureRequest) -> Gauge:
     """Decides the claim that the test is marked with, on the evidence that it is parametrized by."""
     files = request.config.stash[FILES]
+    if files.fault is not None:
+        raise files.fault
     claim = files.thresholds.find(claim_name(request.node))
     meshes = meshes_of(request.node)
     if request.param == "live":

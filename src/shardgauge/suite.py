@@ -50,6 +50,9 @@ class GaugeSuite:
             if _collected_everything(session):
                 self._files.thresholds.check_tests(names)
         except ThresholdError as error:
+            if hasattr(session.config, "workerinput"):  # an xdist worker has no way to end the run: its tests tell it
+                self._files.fault = error
+                return
             raise pytest.UsageError(str(error)) from error
 
     @pytest.hookimpl(wrapper=True)
