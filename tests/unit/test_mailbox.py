@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import select
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import pytest
 
@@ -55,29 +57,53 @@ def test_commands_are_numbered_files_that_rank_0_reads(mailbox: Mailbox, directo
     assert not list(directory.command(1).parent.glob("*.draft"))
 
 
+class SleepSign:
+    """Stands for a module's `select`: says when its user is about to sleep, and lets it sleep."""
+
+    def __init__(self) -> None:
+        self.asleep = threading.Event()
+
+    def select(self, *arguments: Any) -> Any:
+        """As `select.select`."""
+        self.asleep.set()
+        return select.select(*arguments)
+
+
+def start(call: Callable[[], Any]) -> Queue[Any]:
+    """Run `call` in a thread that a failing test leaves behind; its result comes in the queue."""
+    results: Queue[Any] = Queue()
+    threading.Thread(target=lambda: results.put(call()), daemon=True).start()
+    return results
+
+
 def test_the_doorbell_wakes_a_sleeping_rank(
     mailbox: Mailbox, directory: SessionDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 sleeps on the pipe, not on a clock."""
+    """Rank 0 sleeps on the pipe, not on a clock; here its clock is far too slow to help."""
+    sign = SleepSign()
     monkeypatch.setattr(post_box_module, "_LOOK_S", 3600)
+    monkeypatch.setattr(post_box_module, "select", sign)
     box = PostBox(directory, rank=0)
     box.reply(hello(0))
-    with ThreadPoolExecutor(1) as pool:
-        fetched = pool.submit(box.fetch)
-        mailbox.send(Close())
-        assert COMMAND.validate_json(fetched.result(timeout=60)) == Close()
+    fetched = start(box.fetch)
+    assert sign.asleep.wait(timeout=60)
+    mailbox.send(Close())
+    assert COMMAND.validate_json(fetched.get(timeout=60)) == Close()
 
 
 def test_an_answer_wakes_the_sleeping_parent(
     mailbox: Mailbox, directory: SessionDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parent sleeps on the pipe, not on a clock; here its clock is far too slow to help."""
+    sign = SleepSign()
     monkeypatch.setattr(mailbox_module, "LOOK_AROUND_S", 3600)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait, mailbox, 0, patience=Patience(replies_s=3600))
-        for rank in (1, 0):
-            PostBox(directory, rank=rank).reply(hello(rank))
-        answers = waiting.result(timeout=60)
+    monkeypatch.setattr(mailbox_module, "select", sign)
+    waiting = start(lambda: wait(mailbox, 0, patience=Patience(replies_s=3600)))
+    for rank in (1, 0):
+        assert sign.asleep.wait(timeout=60)
+        sign.asleep.clear()
+        PostBox(directory, rank=rank).reply(hello(rank))
+    answers = waiting.get(timeout=60)
     assert answers.end == "complete"
     assert answers.replies == {0: hello(0), 1: hello(1)}
     assert answers.silent == ()

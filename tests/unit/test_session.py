@@ -257,6 +257,29 @@ def test_ranks_that_do_not_end(tmp_path: Path, script: str, close_s: float, erro
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("script", "exits", "error", "said"),
+    [
+        ("fail(1); sys.exit(1)", {0: -signal.SIGTERM, 1: 1}, RankRaised, "rank 1: rank 1 fails\nits traceback"),
+        ("fail(1); sys.exit(1)", {0: -signal.SIGSEGV, 1: 1}, RankDied, "rank 0 was killed by SIGSEGV"),
+        (
+            "fail(1); time.sleep(0.1); fail(0)",
+            {0: 1, 1: 1},
+            RankRaised,
+            r"rank 1: rank 1 fails \(rank 0 raised after it\)",
+        ),
+        ("fail(1); sys.exit(1)", {0: 3, 1: 1}, RankDied, "rank 0 ended with exit code 3"),
+    ],
+)
+def test_the_first_cause_is_named(
+    tmp_path: Path, script: str, exits: Mapping[int, int], error: type[Exception], said: str
+) -> None:
+    """A rank that was killed, not the peers that it took with it; a rank that raised, not those ended after it."""
+    launcher = FakeRanks(script=GREETING + "ranks[0].fetch(); ranks[1].due = 1\n" + script, exits=exits)
+    with session_in(tmp_path, launcher=launcher) as session, pytest.raises(error, match=said):
+        session.prepare("arm", TWO_RANKS)
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_the_callers_exception_is_not_covered(tmp_path: Path, error: type[BaseException]) -> None:
     """A failing test inside the session fails with its own error; the ranks end, whether or not they heed SIGTERM."""
@@ -362,6 +385,14 @@ def test_a_session_directory_is_used_once(tmp_path: Path) -> None:
     """Another session's messages are never taken for this one's."""
     (tmp_path / "s").mkdir()
     with pytest.raises(LaunchFailed, match=r"could not be set up in .*File exists"), session_in(tmp_path):
+        pass
+
+
+def test_a_lock_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """The message has the path and the system's reason."""
+    (tmp_path / "file").touch()
+    session = session_in(tmp_path, lock_dir=tmp_path / "file" / "locks")
+    with pytest.raises(LaunchFailed, match=r"could not be set up in .*Not a directory: .*locks"), session:
         pass
 
 

@@ -173,8 +173,8 @@ class Session:
     def _start(self) -> None:
         ids = device_ids(self._spec.device, world_size=self._spec.world_size, environment=os.environ)
         timeout_s = self._deadlines.device_lock_s
-        self._held.enter_context(locked_devices(ids, lock_dir=self._lock_dir, timeout_s=timeout_s))
         try:
+            self._held.enter_context(locked_devices(ids, lock_dir=self._lock_dir, timeout_s=timeout_s))
             self._directory.root.mkdir(parents=True)
             post(self._directory.spec, self._spec)
             self._mailbox = Mailbox(self._directory, world_size=self._spec.world_size)
