@@ -204,7 +204,7 @@ def test_ranks_that_disagree_end_the_session(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import os; os.environ['RANK'] == '1' and os._exit(3)", ("rank 1 ended with exit code 3",)),
+        ("import os; build_arm = os.environ['RANK'] == '1' and os._exit(3)", ("rank 1 ended with exit code 3",)),
         ("raise ArithmeticError('at import')", ("ArithmeticError: at import", 'broken.py", line 1')),
     ],
     ids=["dies", "raises"],
