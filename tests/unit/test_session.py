@@ -399,10 +399,11 @@ def test_a_lock_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """A parent that gets SIGKILL can't close anything; its ranks and their launcher notice."""
     code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); import test_session as t\n"
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.unit import test_session as t\n"
         "with t.session_in(Path(sys.argv[1])): print('open', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(tmp_path), str(HERE)]
+    command = [sys.executable, "-c", code, str(tmp_path), str(HERE.parents[1])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"open\n"
