@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import cast
 
@@ -56,6 +54,9 @@ def gauge_options(pytestconfig: pytest.Config) -> GaugeOptions:
 @pytest.fixture(scope="session")
 def live_evidence(gauge_options: GaugeOptions) -> Iterator[Evidence]:
     """Live evidence, opened by the first test that needs it and closed when the session ends."""
+    # Imported here so that recorded claims don't pay for the statistics and the launcher.
+    from shardgauge.live import open_live_evidence
+
     with open_live_evidence(gauge_options) as evidence:
         yield evidence
 
@@ -76,14 +77,6 @@ def gauge(request: pytest.FixtureRequest) -> Gauge:
     gauge = Gauge(Docket(claim=claim, file=files.thresholds.name, evidence=evidence), meshes=meshes)
     request.node.stash[GAUGE] = gauge
     return gauge
-
-
-def open_live_evidence(options: GaugeOptions) -> AbstractContextManager[Evidence]:
-    """What measures now. Imported when the first live claim is decided, so that recorded ones don't pay for it."""
-    live = importlib.import_module("shardgauge.live")
-    if not hasattr(live, "open_live_evidence"):
-        pytest.skip("live evidence is not available in this build of shardgauge")
-    return cast(AbstractContextManager[Evidence], live.open_live_evidence(options))
 
 
 def claim_name(item: pytest.Item) -> str:

@@ -12,7 +12,7 @@ from shardgauge.evidence import EvidenceName
 from shardgauge.gauge import ClaimRefuted, Gauge, is_on
 from shardgauge.gauge_fixtures import GAUGE, CaseFiles, claim_name, meshes_of
 from shardgauge.verdict import Verdict
-from shardgauge.verdict_table import tell_verdicts
+from shardgauge.verdict_table import tell_verdict, tell_verdicts
 
 VERDICT_PROPERTY = "shardgauge"
 
@@ -100,11 +100,15 @@ class GaugeSuite:
         )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """One line a verdict."""
-        if self._told:
-            terminalreporter.section("claims")
-            for line in tell_verdicts(self._told):
-                terminalreporter.write_line(line)
+        """One line a verdict, and the whole of those that pytest would show as no more than a skip."""
+        if not self._told:
+            return
+        terminalreporter.section("claims")
+        for line in tell_verdicts(self._told):
+            terminalreporter.write_line(line)
+        for verdict in self._told:
+            if verdict.outcome == "inconclusive" and not self._files.options.strict:
+                terminalreporter.write_line(f"\n{verdict.render()}")
 
     def _evidence_for(self, definition: pytest.Item) -> Iterable[EvidenceName]:
         try:
@@ -131,6 +135,6 @@ def _conclude(gauge: Gauge, *, strict: bool) -> None:
     if verdict.outcome == "inconclusive":
         if strict:
             raise ClaimRefuted(f"{verdict.render()}\n  --gauge-strict: inconclusive is a failure")
-        pytest.skip(verdict.render())
+        pytest.skip(tell_verdict(verdict))
     if verdict.outcome is None:
         pytest.skip("; ".join(dict.fromkeys(part.note for part in verdict.parts)) or "nothing to decide")

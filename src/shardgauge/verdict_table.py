@@ -19,6 +19,11 @@ def tell_verdicts(verdicts: Iterable[Verdict]) -> list[str]:
     return [*lines, told]
 
 
+def tell_verdict(verdict: Verdict) -> str:
+    """The same in one line."""
+    return "  ".join(_row(verdict))
+
+
 def _row(verdict: Verdict) -> tuple[str, ...]:
     decided = [part for part in verdict.parts if part.outcome != "undecidable"]
     part = _deciding(decided or verdict.parts)

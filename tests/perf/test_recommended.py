@@ -9,7 +9,10 @@ from shardgauge.gauge import Gauge
 @pytest.mark.fsdp8
 @pytest.mark.claim("recommended-config")
 def test_recommended_configurations(gauge: Gauge, runs: Runs) -> None:
-    """On FSDP8, prefetch with PR 707 is the fastest, and fusion with P0 and P1 the fastest that has native's counts."""
+    """For each scenario, the configuration that the report recommends is the fastest or closest to native's counts.
+
+    On FSDP8, prefetch with PR 707 is the fastest, and fusion with P0 and P1 the fastest that has native's counts.
+    """
     gauge.assert_fastest(runs.hyper_pr707, among=runs.timed_by_the_report)
     with_native_counts = (runs.hyper_fusion_prefetch, runs.hyper_fusion_p0, runs.hyper_fusion_p1)
     recommended = runs.hyper_fusion_p1.profiled
@@ -21,5 +24,8 @@ def test_recommended_configurations(gauge: Gauge, runs: Runs) -> None:
 @pytest.mark.hsdp24
 @pytest.mark.claim("recommended-config")
 def test_recommended_configuration_on_hsdp(gauge: Gauge, hsdp_runs: Runs) -> None:
-    """On HSDP24, prefetch draws level with native and is ahead of everything else."""
+    """For each scenario, the configuration that the report recommends is the fastest or closest to native's counts.
+
+    On HSDP24, prefetch draws level with native and is ahead of everything else.
+    """
     gauge.assert_fastest(hsdp_runs.hyper_prefetch, among=hsdp_runs.timed_by_the_report)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardgauge.thresholds import read_thresholds
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shardgauge"
 # From the lowest to the highest; a module imports from its own layer and from lower ones only.
@@ -49,6 +51,15 @@ def imports_of(path: Path, *, deferred: bool = True) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def claims_of(statement: ast.stmt) -> set[str]:
+    """The claims that a function is marked with."""
+    decorators = statement.decorator_list if isinstance(statement, ast.FunctionDef) else []
+    calls = [
+        call for call in decorators if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.claim"
+    ]
+    return {str(ast.literal_eval(call.args[0])) for call in calls}
 
 
 def loaded_by_collection(*args: str) -> set[str]:
@@ -106,6 +117,19 @@ def test_layers_import_downwards_only() -> None:
 def test_statistics_are_imported_when_they_are_needed(name: str, path: Path) -> None:
     """Numbers in bulk (numpy, scipy) take longer to load than a recorded claim to decide."""
     assert not {imported.split(".")[0] for imported in imports_of(path, deferred=False)} & {"scipy", "numpy"}, name
+
+
+def test_every_test_of_a_claim_says_its_sentence() -> None:
+    """A test reads like the sentence that it stands for: its docstring begins with it, word for word."""
+    sentences = {name: claim.sentence for name, claim in read_thresholds(ROOT / "thresholds.yaml").claims.items()}
+    told = set()
+    for path in (*(ROOT / "tests/perf").glob("test_*.py"), *(ROOT / "tests/correctness").glob("test_*.py")):
+        for function in ast.parse(path.read_text(encoding="utf-8")).body:
+            for claim in claims_of(function):
+                paragraph = str(ast.get_docstring(function)).split("\n\n")[0]  # type: ignore[arg-type] # a function has one
+                assert " ".join(paragraph.split()) == sentences[claim], f"{path.name}: {claim}"
+                told.add(claim)
+    assert told == set(sentences)
 
 
 def test_every_claim_has_a_test_and_every_test_a_claim() -> None:
