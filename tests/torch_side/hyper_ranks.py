@@ -22,6 +22,7 @@ from shardgauge.worker import link
 from shardgauge.worker.collectives import install_tally
 from shardgauge.worker.engines import ShardRequest
 from shardgauge.worker.engines.hyper_torch import HyperTorchEngine
+from shardgauge.worker.engines.hyper_tree import loaded_modules
 from shardgauge.worker.model import Qwen3, next_token_loss
 
 STEPS = 5
@@ -87,6 +88,8 @@ class Trainee:
             open_range=note_range,
         )
         self.sharded = engine.shard(model, request)
+        caches = [module.AllGatherMetadataCache._cache for module in loaded_modules("param_group")]
+        self.seen["cached_units"] = [len(cache) for cache in caches]
         if self.sharded is not None:
             self.sharded.load(make_weights(self.experiment.model_preset))
             with self.sharded.optimizer_scope():

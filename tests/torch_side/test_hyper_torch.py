@@ -170,6 +170,13 @@ def test_closing_frees_the_model(seen: Seen, name: str) -> None:
     assert all(seen[rank][name]["freed"] for rank in range(WORLD))
 
 
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_model_finds_the_sizes_of_one_before_it(seen: Seen, name: str) -> None:
+    """What the tree caches by identity is at most this model's own, its root included."""
+    units = len(experiment_of(name).units) + 1
+    assert all(cached <= units for rank in members(name) for cached in seen[rank][name]["cached_units"])
+
+
 def test_comm_fusion_is_served_or_refused(seen: Seen) -> None:
     """A tree that has comm_fusion issues one collective a unit; one that has not is named in the error."""
     fused = seen[0]["fused"]
