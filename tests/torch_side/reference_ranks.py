@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ def main(directory: Path, rank: int, world: int) -> None:
         parent_pid=1,
     )
     report = {name: train(name, session, rank) for name in SCENARIOS}
+    left = sum(isinstance(thing, torch.nn.Parameter) for thing in gc.get_objects())
+    report["parameters left"] = {"count": left}
     (directory / f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

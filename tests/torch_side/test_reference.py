@@ -189,6 +189,11 @@ def test_a_rank_told_to_raise_raises(reports: Reports) -> None:
     ]
 
 
+def test_closed_arms_leave_nothing_behind(reports: Reports) -> None:
+    """A session serves dozens of arms: not one parameter of any engine outlives its arm."""
+    assert [report["parameters left"]["count"] for report in reports] == [0] * WORLD
+
+
 def test_every_record_is_whole(reports: Reports) -> None:
     """All steps, in order, with finite durations."""
     for report in reports:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import time
@@ -171,3 +172,4 @@ class Arm:
         if self._training is not None:
             self._training.sharded.close()
         self._training = None
+        gc.collect()  # modules and hooks know each other; without this their memory goes whenever Python likes

@@ -155,5 +155,7 @@ class ReferenceModel:
 
     def close(self) -> None:
         """Break the cycles between hooks and units, so that memory goes at once."""
+        for unit in self._units:
+            unit.close()
         self._units.clear()
         self.module = nn.Module()

@@ -121,6 +121,7 @@ class ShardedUnit:
         self._in_flight: _Gather | None = None
         self._gathered = False
         self._gradients_due = len(self.parameters)
+        self._hooks: list[Any] = []
 
     def _shard(self, model: nn.Module, name: str) -> ShardedParameter:
         path, _, attribute = name.rpartition(".")
@@ -135,8 +136,12 @@ class ShardedUnit:
                 self._gradients_due = len(self.parameters)
                 act()
 
-        for parameter in self.parameters:
-            parameter.full.register_post_accumulate_grad_hook(count)
+        self._hooks = [parameter.full.register_post_accumulate_grad_hook(count) for parameter in self.parameters]
+
+    def close(self) -> None:
+        """Unhook: autograd holds hooks where Python's collector does not see the cycle through them."""
+        for hook in self._hooks:
+            hook.remove()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's shards."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ class SingleModel:
         self._dtype = dtype
         self._micro_batches = micro_batches
         self._masters: dict[str, nn.Parameter] = {}
+        self._hooks: list[Any] = []
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """See `ShardedModel.load`."""
@@ -53,8 +55,10 @@ class SingleModel:
             for name, _ in self.module.named_parameters()
         }
         self.module.to(self._dtype).to_empty(device=self._device)
-        for name, parameter in self.module.named_parameters():
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._collect(self._masters[name]))
+            for name, parameter in self.module.named_parameters()
+        ]
 
     def _collect(self, master: nn.Parameter) -> object:
         def collect(parameter: nn.Parameter) -> None:
@@ -87,4 +91,6 @@ class SingleModel:
                 parameter.copy_(self._masters[name])
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Unhook: autograd holds hooks where Python's collector does not see the cycle through them."""
+        for hook in self._hooks:
+            hook.remove()
