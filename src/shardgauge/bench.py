@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shardgauge.errors import NotMeasurable, ShardgaugeError
+from shardgauge.errors import NotMeasurable, SessionError, ShardgaugeError
 from shardgauge.journal import (
     BlockEntry,
     Entry,
@@ -27,7 +27,7 @@ from shardgauge.rundir import RunDir
 from shardgauge.spec import DeviceName, Experiment
 
 
-class EndOfEvidence(Exception):  # noqa: N818 -- not an error: there is no more, and what there is gets judged
+class EndOfEvidence(Exception):
     """The journal holds no further block of this arm."""
 
 
@@ -161,7 +161,7 @@ class LiveBench:
                 align_dir=str(self._settings.align_dir.absolute()),
                 parent_pid=os.getpid(),
             )
-            with self._journalling_faults(key):
+            with self._journalling_faults(key, opening=True):
                 session = self._stack.enter_context(Session(spec, self._rundir.session(key)))
             self._sessions[key] = session
             self._append(
@@ -179,15 +179,16 @@ class LiveBench:
     def _append(self, entry: Entry) -> None:
         self._journal.append(entry)
 
-    def _journalling_faults(self, key: str) -> _FaultJournal:
-        return _FaultJournal(key, self._failed, self._append)
+    def _journalling_faults(self, key: str, *, opening: bool = False) -> _FaultJournal:
+        return _FaultJournal(key, opening, self._failed, self._append)
 
 
 @dataclass
 class _FaultJournal:
-    """Writes a session's fault down before it goes on its way; a session that is over stays over."""
+    """Writes a session's fault down before it goes on its way; a session that is over, or never opened, stays so."""
 
     session: str
+    opening: bool
     failed: dict[str, ShardgaugeError]
     append: Callable[[Entry], None]
 
@@ -197,9 +198,7 @@ class _FaultJournal:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if not isinstance(error, ShardgaugeError):
             return
-        from shardgauge.errors import SessionError
-
-        if isinstance(error, SessionError):
+        if self.opening or isinstance(error, SessionError):
             self.failed[self.session] = error
         self.append(FaultEntry(session=self.session, error=type(error).__name__, message=str(error)))
 

@@ -28,7 +28,7 @@ class LinkUse(Boundary):
 
 
 class StepRecord(Boundary):
-    """One training step of one rank. `loss` None: the rank's loss was not finite. `step` counts from the arm's start."""
+    """One training step of one rank; `step` counts from the arm's start. `loss` None: it was not finite."""
 
     step: Annotated[int, Field(ge=0)]
     duration_ns: Annotated[int, Field(gt=0)]

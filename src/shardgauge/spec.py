@@ -101,9 +101,9 @@ class Switches(Boundary):
 class Fault(Boundary):
     """A fault that the reference engine can be told to have, to prove that a check sees it.
 
-    `amount` is ms for delay and hook_pile_up (per step), a factor for scaled_gradient; `step` counts from 0 and says
-    from which step on (nan_loss, dead_rank, hung_rank, raising_rank: at which step); `rank` None is every rank; `unit` names the
-    wrap unit, None being every unit.
+    `amount` is ms a step for delay and hook_pile_up, a factor for scaled_gradient. `step` counts from 0 and says from
+    which step on; nan_loss, dead_rank, hung_rank and raising_rank bite at that step only. `rank` None is every rank;
+    `unit` names the wrap unit, None being every unit.
     """
 
     kind: FaultKind
@@ -162,8 +162,7 @@ class Experiment(Boundary):
         where = f" from {self.source}" if self.source else ""
         faults = f", FAULTS {', '.join(fault.kind for fault in self.faults)}" if self.faults else ""
         return (
-            f"{self.engine}{where} {self.mesh.name} ({self.switches.describe()}) "
-            f"{self.preset} {self.precision}{faults}"
+            f"{self.engine}{where} {self.mesh.name} ({self.switches.describe()}) {self.preset} {self.precision}{faults}"
         )
 
 

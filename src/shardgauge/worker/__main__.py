@@ -22,7 +22,7 @@ from shardgauge.worker.watchdog import watch_parent
 _RECORDED = ("OMP_", "MKL_", "HCCL_", "NCCL_", "GLOO_", "ASCEND_", "PYTORCH_", "TORCH_")
 
 
-def main() -> int:
+def main() -> None:
     """Serve one rank; returns the exit code, 0 after Close."""
     parser = argparse.ArgumentParser(prog="python -m shardgauge.worker")
     parser.add_argument("directory", type=Path)
@@ -41,7 +41,10 @@ def main() -> int:
         sys.stderr.flush()
         # Peers may sit in a collective with this rank: tearing the groups down here would wait for them.
         os._exit(1)
-    return 0
+    # The groups are destroyed and the replies are files: an interpreter with torch in it takes seconds to tear down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _serve(spec: SessionSpec, box: PostBox, *, build_arm: str) -> None:
@@ -84,4 +87,4 @@ def _version(package: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
