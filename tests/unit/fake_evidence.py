@@ -122,6 +122,7 @@ class FakeLive:
         self.device = device
         self.collectives = collectives
         self.curves = curves or {}
+        self.by_rival: dict[str, Effect] = {}
         self.asked: list[Question] = []
 
     def device_of(self, run: Run) -> DeviceName:  # noqa: ARG002 # one machine, whatever the run
@@ -131,6 +132,8 @@ class FakeLive:
     def measure(self, question: Question) -> Effect:
         """The one answer; the question is kept."""
         self.asked.append(question)
+        if question.to is not None and question.to.name in self.by_rival:
+            return self.by_rival[question.to.name]
         if isinstance(self.answer, Effect):
             return self.answer
         raise self.answer or AssertionError("nothing to answer with")

@@ -78,6 +78,14 @@ def test_a_record_that_is_no_file_is_told_by_its_path(tmp_path: Path) -> None:
     assert list(evidence.runs) == ["T1"]
 
 
+def test_two_records_of_one_run_are_both_refused(tmp_path: Path) -> None:
+    """Which of the two would be right is not for the reader to guess."""
+    (tmp_path / "native.json").write_text(NATIVE_RECORD)
+    (tmp_path / "copy.json").write_text(NATIVE_RECORD)
+    with pytest.raises(NotMeasurable, match=r"T1 stands in results/copy\.json and results/native\.json; keep one"):
+        read_records(tmp_path, shown_as="results").device_of(NATIVE)
+
+
 def test_a_missing_results_folder_is_named_by_whoever_needs_it(tmp_path: Path) -> None:
     """Nothing is read until a recorded claim is decided, and then it says where it looked."""
     evidence = read_records(tmp_path / "nowhere", shown_as="nowhere")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardgauge.claims import Docket, judge
 from shardgauge.curves import greatest_deviation, greatest_gradient_deviation, greatest_loss_deviation
 from shardgauge.errors import NotMeasurable, SpecError, ThresholdError, UnsupportedSwitch
-from shardgauge.evidence import Bounds, Effect, Evidence, Figure
+from shardgauge.evidence import Bounds, Effect, Evidence, Figure, Run
 from shardgauge.gauge import ClaimNotMeasurable, ClaimRefuted, Gauge
 from shardgauge.marked_yaml import parse_marked_yaml
 from shardgauge.recorded import read_records
@@ -230,7 +230,7 @@ def test_losses_beyond_the_limit_refute() -> None:
     """A difference of 0.02 against a limit of 0.01."""
     live = FakeLive(curves={"native": curve("native", (6.0, 5.5)), "candidate": curve("candidate", (6.0, 5.52))})
     with pytest.raises(ClaimRefuted, match=r"at most 0\.01 loss"):
-        gauge_for(CURVES, live).assert_loss_aligned(CANDIDATE, to=NATIVE)
+        gauge_for(CURVES, live).assert_loss_aligned(NATIVE, CANDIDATE, NATIVE, to=NATIVE)
 
 
 def test_a_curve_that_stops_early_is_no_evidence() -> None:
@@ -306,12 +306,25 @@ def test_an_ordering_is_decided_by_its_nearest_rival() -> None:
     """The worst comparison is the one that is shown."""
     text = THRESHOLDS.replace("kind: faster", "kind: ordering").replace("T4/T1", "T4 < T1, T2")
     text = text.replace("to: 563.08", "to: [563.08, 657.88]")
-    rival = NATIVE.__class__(name="rival", experiment=NATIVE.experiment, report_id="T2")
-    live = FakeLive(ratio(0.90, 0.88, 0.92))
+    rival = Run(name="rival", experiment=NATIVE.experiment, report_id="T2")
+    live = FakeLive()
+    live.by_rival = {"native": ratio(0.94, 0.93, 0.945), "rival": ratio(0.90, 0.88, 0.92)}
     gauge = gauge_for(text, live)
     gauge.assert_fastest(CANDIDATE, among=[CANDIDATE, NATIVE, rival])
     assert [question.to for question in live.asked] == [NATIVE, rival]
-    assert gauge.verdict.outcome == "holds"
+    (part,) = gauge.verdict.parts
+    assert (part.outcome, part.effect) == ("holds", live.by_rival["native"])
+
+
+def test_an_ordering_is_refuted_by_one_rival() -> None:
+    """Being ahead of all others but one is not being ahead, whatever the order in which they were asked."""
+    text = THRESHOLDS.replace("kind: faster", "kind: ordering").replace("T4/T1", "T4 < T1, T2")
+    text = text.replace("to: 563.08", "to: [563.08, 657.88]")
+    rival = Run(name="rival", experiment=NATIVE.experiment, report_id="T2")
+    live = FakeLive()
+    live.by_rival = {"native": ratio(1.02, 1.01, 1.03), "rival": ratio(0.90, 0.88, 0.92)}
+    with pytest.raises(ClaimRefuted, match=r"1\.0200 \[1\.0100, 1\.0300\]"):
+        gauge_for(text, live).assert_fastest(CANDIDATE, among=[NATIVE, rival])
 
 
 def test_a_verdict_survives_the_journal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -23,7 +24,7 @@ QUIET = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-ra")
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A project with one claim, two records and one test, whose live evidence holds."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("COLUMNS", "200")
     pytester.makefile(".yaml", thresholds=THRESHOLDS)
     pytester.mkdir("results")
