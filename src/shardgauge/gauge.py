@@ -9,9 +9,9 @@ from shardgauge.claims import Docket, judge_part, name_part, undecided, unmeasur
 from shardgauge.curves import judge_curves, judge_repetition
 from shardgauge.entries import Kind, Part
 from shardgauge.errors import NotMeasurable, ShardgaugeError, SpecError, ThresholdError, UnsupportedSwitch
-from shardgauge.evidence import Run, refuse_mixed_modes
-from shardgauge.quantities import parse_quantity
-from shardgauge.verdict import PartVerdict, Verdict
+from shardgauge.evidence import Comparison, Run, refuse_mixed_modes
+from shardgauge.quantities import Quantity, parse_quantity
+from shardgauge.verdict import KeepsVerdicts, PartVerdict, Verdict
 
 VERBS: Mapping[Kind, str] = {
     "faster": "assert_faster",
@@ -70,6 +70,11 @@ class Gauge:
             if part.key not in self._verdicts
         )
 
+    def keep_verdict(self) -> None:
+        """Hand the verdict to evidence that has a journal, once the test has ended."""
+        if self._verdicts and isinstance(self._docket.evidence, KeepsVerdicts):
+            self._docket.evidence.keep_verdict(self.verdict)
+
     def assert_faster(self, run: Run, *, than: Run, metric: str = "step_ms") -> None:
         """`run` takes less of `metric` than the other."""
         self._decide("faster", run, [than], metric)
@@ -100,7 +105,7 @@ class Gauge:
         other_metric: str | None = None,
     ) -> None:
         """The metric's value, or its ratio `over` or difference to another run's, is no less than the claim's limit."""
-        self._decide("at_least", of, [other for other in (over, minus) if other], metric, other_metric)
+        self._decide_bound("at_least", metric, of=of, over=over, minus=minus, other_metric=other_metric)
 
     def assert_at_most(
         self,
@@ -112,7 +117,7 @@ class Gauge:
         other_metric: str | None = None,
     ) -> None:
         """The metric's value, or its ratio `over` or difference to another run's, is no more than the claim's limit."""
-        self._decide("at_most", of, [other for other in (over, minus) if other], metric, other_metric)
+        self._decide_bound("at_most", metric, of=of, over=over, minus=minus, other_metric=other_metric)
 
     def assert_counts(self, *runs: Run) -> None:
         """Each run issued exactly the collectives that follow from its wrap plan."""
@@ -139,22 +144,44 @@ class Gauge:
     def _parts(self) -> tuple[Part, ...]:
         return tuple(part for part in self._docket.claim.parts if is_on(part, self._meshes))
 
-    def _decide(self, kind: Kind, of: Run, others: Sequence[Run], metric: str, other_metric: str | None = None) -> None:
+    def _decide_bound(
+        self, kind: Kind, metric: str, *, of: Run, over: Run | None, minus: Run | None, other_metric: str | None
+    ) -> None:
+        if over is not None and minus is not None:
+            raise SpecError(f"{metric} of {of.label}: take it over another run's or minus another's, not both")
+        comparison: Comparison = "ratio" if over else "difference" if minus else "value"
+        others = [other for other in (over, minus) if other]
+        self._decide(kind, of, others, metric, other_metric=other_metric, comparison=comparison)
+
+    def _decide(
+        self,
+        kind: Kind,
+        of: Run,
+        others: Sequence[Run],
+        metric: str,
+        *,
+        other_metric: str | None = None,
+        comparison: Comparison | None = None,
+    ) -> None:
         for other in others:
             refuse_mixed_modes(of, other)
-        part = self._find(kind, of, others, metric, other_metric)
+        quantities = (parse_quantity(metric), parse_quantity(other_metric or metric))
+        part = self._find(kind, of, others, quantities, comparison)
         if self._docket.concerns(part):
             runs = {str(run.report_id): run for run in (of, *others)}
             self._take(part, partial(judge_part, self._docket, part, runs), of)
 
-    def _find(self, kind: Kind, of: Run, others: Sequence[Run], metric: str, other_metric: str | None) -> Part:
-        wanted = (
-            of.report_id,
-            frozenset(other.report_id for other in others),
-            parse_quantity(metric),
-            parse_quantity(other_metric or metric),
-        )
-        same = [part for part in self._parts if _operands(part) == wanted]
+    def _find(
+        self,
+        kind: Kind,
+        of: Run,
+        others: Sequence[Run],
+        quantities: tuple[Quantity, Quantity],
+        comparison: Comparison | None,
+    ) -> Part:
+        metric = quantities[0].text
+        wanted = (of.report_id, frozenset(other.report_id for other in others), *quantities)
+        same = [part for part in self._parts if _operands(part) == wanted and comparison in (None, part.comparison)]
         for part in same:
             if part.kind == kind:
                 return part

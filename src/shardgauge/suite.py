@@ -58,10 +58,14 @@ class GaugeSuite:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
         """When a test has asserted all it wants, see that no part of its claim was left out, and how it ends."""
-        result = yield
         gauge = pyfuncitem.stash.get(GAUGE, None)
-        if gauge is not None:
-            _conclude(gauge, strict=self._files.options.strict)
+        if gauge is None:
+            return (yield)
+        try:
+            result = yield
+        finally:
+            gauge.keep_verdict()
+        _conclude(gauge, strict=self._files.options.strict)
         return result
 
     @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from shardgauge.boundary import Boundary
 from shardgauge.evidence import Comparison, Effect, EvidenceName, Figure
@@ -61,6 +61,14 @@ class Verdict(Boundary):
         for part in self.parts:
             lines += ["", *_render_part(part)]
         return "\n".join(lines)
+
+
+@runtime_checkable
+class KeepsVerdicts(Protocol):
+    """Evidence with a journal, which keeps each verdict beside the measurements that it rests on."""
+
+    def keep_verdict(self, verdict: Verdict) -> None:
+        """Write the verdict down."""
 
 
 def _render_part(part: PartVerdict) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from shardgauge.evidence import Counts, Curve, Effect, EvidenceName, Figure, Question, Run
 from shardgauge.spec import DeviceName, Switches, build_experiment
+from shardgauge.verdict import Verdict
 
 NATIVE = Run(
     name="native",
@@ -124,6 +125,7 @@ class FakeLive:
         self.curves = curves or {}
         self.by_rival: dict[str, Effect] = {}
         self.asked: list[Question] = []
+        self.kept: list[Verdict] = []
 
     def device_of(self, run: Run) -> DeviceName:  # noqa: ARG002 # one machine, whatever the run
         """The one device."""
@@ -149,6 +151,10 @@ class FakeLive:
             collectives=real,  # type: ignore[arg-type] # the table's keys are plain strings
             where=".gauge/journal.jsonl",
         )
+
+    def keep_verdict(self, verdict: Verdict) -> None:
+        """Remembered."""
+        self.kept.append(verdict)
 
     def curve(self, run: Run, *, repetition: int = 0) -> Curve:
         """The curve of that name."""

@@ -183,6 +183,17 @@ def test_operands_that_the_claim_does_not_name_are_refused() -> None:
         gauge.assert_faster(NATIVE, than=CANDIDATE)
 
 
+def test_over_and_minus_are_not_taken_for_each_other() -> None:
+    """A ratio's limit says nothing about a difference, though runs and metric are the same."""
+    gauge = gauge_for(THRESHOLDS.replace("kind: faster", "kind: at_most"), FakeLive(ratio(0.90, 0.88, 0.92)))
+    with pytest.raises(ThresholdError, match=r"no part on step_ms of candidate \(T4\) and native \(T1\)"):
+        gauge.assert_at_most("step_ms", of=CANDIDATE, minus=NATIVE)
+    with pytest.raises(SpecError, match="not both"):
+        gauge.assert_at_most("step_ms", of=CANDIDATE, over=NATIVE, minus=NATIVE)
+    gauge.assert_at_most("step_ms", of=CANDIDATE, over=NATIVE)
+    assert gauge.verdict.outcome == "holds"
+
+
 def test_timed_and_profiled_runs_are_never_compared() -> None:
     """A profiler costs time: the two kinds of run have nothing to say to each other."""
     gauge = gauge_for(THRESHOLDS, FakeLive())

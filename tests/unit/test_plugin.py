@@ -183,6 +183,16 @@ def test_one_changed_digit_in_a_limit_is_seen_from_outside(project: pytest.Pytes
     result.stdout.fnmatch_lines(["*at_most is 0.9925, but the published effect 0.965 + margin 0.0175 is 0.9825*"])
 
 
+@pytest.mark.parametrize("live", [HOLDS, REFUTED, INCONCLUSIVE, NOT_MEASURABLE])
+def test_every_verdict_is_kept_with_the_evidence(project: pytest.Pytester, live: str) -> None:
+    """However the test ends, the journal gets the verdict, once."""
+    project.makeconftest(
+        CONFTEST.format(live=live).replace("return ", "evidence = ")
+        + "    yield evidence\n    print('kept', [verdict.claim for verdict in evidence.kept])\n"
+    )
+    run(project, "-m", "live", "-s").stdout.fnmatch_lines(["*kept [[]'candidate-faster']*"])
+
+
 def test_junit_tells_failure_error_and_skip_apart(project: pytest.Pytester) -> None:
     """CI systems read JUnit: refuted is a failure, not measurable an error, inconclusive a skip."""
     for live, tag in ((REFUTED, "failure"), (NOT_MEASURABLE, "error"), (INCONCLUSIVE, "skipped")):
