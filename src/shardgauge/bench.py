@@ -75,7 +75,9 @@ class BenchSettings:
 class LiveBench:
     """Sessions, one an engine and source, started when first needed; every block is journalled as it is made."""
 
-    def __init__(self, settings: BenchSettings, rundir: RunDir) -> None:
+    def __init__(self, settings: BenchSettings, rundir: RunDir, *, shown_as: str | None = None) -> None:
+        """Begin the journal. Messages name it `shown_as`."""
+        self._shown_as = shown_as or str(rundir.journal)
         self._settings = settings
         self._rundir = rundir
         self._journal = Journal(rundir.journal)
@@ -88,7 +90,7 @@ class LiveBench:
     @property
     def where(self) -> str:
         """The journal."""
-        return str(self._rundir.journal)
+        return self._shown_as
 
     @property
     def launches(self) -> Mapping[str, Session]:
@@ -213,13 +215,13 @@ class _Replayed:
 class ReplayBench:
     """An earlier run's journal: the same arms yield the same blocks, so the same verdicts follow."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the journal.
+    def __init__(self, path: Path, *, shown_as: str | None = None) -> None:
+        """Read the journal; messages name it `shown_as`.
 
         Raises:
             RecordError: it is malformed or of another version.
         """
-        self._path = path
+        self._shown_as = shown_as or str(path)
         self._arms: dict[str, _Replayed] = {}
         self._faults: list[FaultEntry] = []
         environments: dict[str, Mapping[str, str]] = {}
@@ -242,7 +244,7 @@ class ReplayBench:
     @property
     def where(self) -> str:
         """The journal."""
-        return str(self._path)
+        return self._shown_as
 
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
         """See `Bench.open_arm`.
@@ -254,8 +256,8 @@ class ReplayBench:
         if name not in self._arms:
             faults = "".join(f"\n  it notes a fault: {fault.error}: {fault.message}" for fault in self._faults)
             raise NotMeasurable(
-                f"{self._path} holds no arm {purpose!r} of {experiment.describe()} ({experiment.digest}); replay with "
-                f"the options of the run that wrote it{faults}"
+                f"{self._shown_as} holds no arm {purpose!r} of {experiment.describe()} ({experiment.digest}); "
+                f"replay with the options of the run that wrote it{faults}"
             )
         return self._arms[name].arm
 

@@ -54,8 +54,14 @@ def greatest_gradient_deviation(of: Curve, to: Curve) -> Deviation:
 
 
 def greatest_deviation(of: Curve, to: Curve) -> Deviation:
-    """The greater of both, losses taken absolutely: 0 only where the curves are equal bit for bit."""
-    deviations = (greatest_loss_deviation(of, to), greatest_gradient_deviation(of, to))
+    """The greater of both, losses taken absolutely: 0 only where the curves are equal bit for bit.
+
+    Where the parameters at the end are known, they have to be the same bits too.
+    """
+    deviations = [greatest_loss_deviation(of, to), greatest_gradient_deviation(of, to)]
+    if of.parameters_sha256 != to.parameters_sha256:
+        what = "parameters after the last step (1: their bits differ)"
+        deviations.append(Deviation(amount=1.0, quantity=what, of=1.0, to=0.0))
     return max(deviations, key=lambda deviation: deviation.amount)
 
 

@@ -119,11 +119,15 @@ class Counts(Boundary):
 
 
 class Curve(Boundary):
-    """The losses of one run, step by step, and its gradient norms by parameter (`gradient_norms[name][step]`)."""
+    """The losses of one run, step by step, and its gradient norms by parameter (`gradient_norms[name][step]`).
+
+    `parameters_sha256` is over each rank's shards after the last step, bit by bit; empty where it was not kept.
+    """
 
     run: str
     losses: tuple[float, ...]
     gradient_norms: Mapping[str, tuple[float, ...]]
+    parameters_sha256: tuple[str, ...] = ()
     where: str
 
 

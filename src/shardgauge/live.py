@@ -13,8 +13,10 @@ from datetime import datetime, timezone
 from decimal import Decimal
 
 from shardgauge.bench import Arm, Bench, BenchSettings, EndOfEvidence, LiveBench, ReplayBench
-from shardgauge.errors import NotMeasurable, SpecError
-from shardgauge.evidence import Bounds, Counts, Curve, Effect, EvidenceName, Figure, Question, Run
+from shardgauge.claims import judge
+from shardgauge.errors import NotMeasurable, SpecError, UnsupportedSwitch
+from shardgauge.evidence import Counts, Curve, Effect, EvidenceName, Figure, Question, Run
+from shardgauge.journal import VerdictEntry
 from shardgauge.options import GaugeOptions
 from shardgauge.plan import parameter_shapes, rows_as_published
 from shardgauge.quantities import Quantity
@@ -22,6 +24,7 @@ from shardgauge.records import Block, StepRecord
 from shardgauge.rundir import RunDir
 from shardgauge.spec import DeviceName, EngineName, Experiment, Mesh, build_experiment
 from shardgauge.stats import Interval, looks, mean_interval
+from shardgauge.verdict import Verdict
 
 COUNTED_STEPS = 2
 CURVE_STEPS = 20
@@ -77,6 +80,11 @@ class LiveEvidence:
         `ranks` ranks, and on a CPU claims about time run over the preset's metered link.
         """
         published = run.experiment
+        if published.source is not None:
+            raise UnsupportedSwitch(
+                f"{run.label} is source {published.source!r} of hyper_parallel, and a run has one source: apply the "
+                "patch and give that tree with --gauge-hyper-src"
+            )
         preset = LIVE_PRESETS[self.settings.device]
         engine = self.settings.candidate if published.engine == "hyper_torch" else published.engine
         experiment = build_experiment(
@@ -122,7 +130,8 @@ class LiveEvidence:
         """The effect, with an interval that is as narrow as the claim needs or the budget allows.
 
         Raises:
-            NotMeasurable: the metric cannot be had on this device, an arm is broken, or the arms' environments differ.
+            UnsupportedSwitch: the metric cannot be had on this device, or the engine lacks a switch.
+            NotMeasurable: an arm is broken, or the arms' environments differ.
         """
         ranks = self.settings.timing_ranks
         experiments = {"of": self.fit(question.of, ranks=ranks, metered=True)}
@@ -131,13 +140,24 @@ class LiveEvidence:
         names = {*question.quantity.names, *question.to_quantity.names}
         known = _metric_names(self.settings.device)
         if unknown := sorted(names - known):
-            raise NotMeasurable(
+            raise UnsupportedSwitch(
                 f"{', '.join(unknown)}: not measured live on {self.settings.device} (which measures "
                 f"{', '.join(sorted(known))}); decide it on recorded evidence (-m recorded)"
             )
         purpose = f"measure {question.quantity.text} " + "/".join(e.digest for e in experiments.values())
         with self._arms(experiments, purpose) as arms:
             return _Measurement(question, arms, self).decide()
+
+    def keep_verdict(self, verdict: Verdict) -> None:
+        """Journal a verdict behind the blocks that it rests on."""
+        self.bench.note_verdict(
+            VerdictEntry(
+                claim=verdict.claim,
+                outcome=verdict.outcome or "undecidable",
+                message=verdict.render(),
+                details=verdict.model_dump(mode="json"),
+            )
+        )
 
     @contextmanager
     def _arms(self, experiments: Mapping[str, Experiment], purpose: str) -> Iterator[Mapping[str, Arm]]:
@@ -200,6 +220,7 @@ class LiveEvidence:
                 name: tuple(row[i] for row in norms if row[i] is not None)  # none is None: checked above
                 for i, name in enumerate(names)
             },
+            parameters_sha256=tuple(rank.parameters_sha256 or "" for rank in block.ranks),
             where=self.bench.where,
         )
 
@@ -228,7 +249,7 @@ class _Measurement:
             except EndOfEvidence:
                 break
             interval = mean_interval(self._effects(), look.error_probability)
-            if settles(self._question.bounds, *self._on_scale(interval)):
+            if judge(*self._on_scale(interval), self._question.bounds) != "inconclusive":
                 break
         if interval is None:
             raise NotMeasurable(
@@ -321,7 +342,7 @@ def open_live_evidence(options: GaugeOptions) -> Iterator[LiveEvidence]:
         budget_s=options.budget_s,
     )
     if options.replay is not None:
-        yield LiveEvidence(settings, ReplayBench(options.replay))
+        yield LiveEvidence(settings, ReplayBench(options.replay, shown_as=options.shown(options.replay)))
         return
     bench_settings = BenchSettings(
         device=options.device,
@@ -331,7 +352,8 @@ def open_live_evidence(options: GaugeOptions) -> Iterator[LiveEvidence]:
         align_dir=options.align_dir,
     )
     started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-    bench = LiveBench(bench_settings, RunDir(options.run_dir / f"{started}-{os.getpid()}"))
+    run_dir = options.run_dir / f"{started}-{os.getpid()}"
+    bench = LiveBench(bench_settings, RunDir(run_dir), shown_as=options.shown(RunDir(run_dir).journal))
     try:
         yield LiveEvidence(settings, bench)
     finally:
@@ -343,13 +365,6 @@ def _timing_ranks(device: DeviceName, world_size: int) -> int:
     if device != "cpu":
         return world_size
     return min(world_size, max(4, 2 * len(os.sched_getaffinity(0))))
-
-
-def settles(bounds: Bounds, low: float, high: float) -> bool:
-    """Whether the whole interval is inside the bounds, or wholly outside on one side."""
-    at_least = -math.inf if bounds.at_least is None else bounds.at_least
-    at_most = math.inf if bounds.at_most is None else bounds.at_most
-    return (low >= at_least and high <= at_most) or high < at_least or low > at_most
 
 
 def fit_mesh(published: Mesh, ranks: int) -> Mesh:

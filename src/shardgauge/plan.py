@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from shardgauge.presets import Preset
@@ -48,6 +49,7 @@ def parameter_shapes(preset: Preset) -> Mapping[str, tuple[int, ...]]:
     return shapes
 
 
+@cache
 def wrap_plan(preset: Preset, *, split_last_unit: bool) -> tuple[WrapUnit, ...]:
     """Units in forward order. `split_last_unit` wraps norm and lm_head apart, as experiment P12 did."""
     tail = (("norm",), ("lm_head",)) if split_last_unit else (("norm", "lm_head"),)
