@@ -64,7 +64,7 @@ PRESETS = {
             vocab_size=512,
             seq_len=64,
             batch=1,
-            link=LinkSpec(latency_us=50, bandwidth_gbit_s=2.0),
+            link=LinkSpec(latency_us=50, bandwidth_gbit_s=1.5),
         ),
     )
 }
