@@ -97,6 +97,23 @@ def is_asked_for(config: pytest.Config) -> bool:
     return config.getoption("gauge_thresholds") is not None or (config.rootpath / "thresholds.yaml").is_file()
 
 
+def refuse_misplaced_root(config: pytest.Config) -> None:
+    """Say so where pytest took the value of one of our options for its root, and so found no claims.
+
+    pytest looks for its root before plugins declare options: in `--gauge-hyper-src PATH` it sees PATH alone.
+
+    Raises:
+        pytest.UsageError: a path option was given, and there is no thresholds file at the root.
+    """
+    for option in ("--gauge-hyper-src", "--gauge-replay", "--gauge-results", "--gauge-rundir", "--gauge-align-dir"):
+        value = config.getoption(option.removeprefix("--").replace("-", "_"))
+        if value is not None and config.inipath is None:
+            raise pytest.UsageError(
+                f"{option}: there is no thresholds.yaml in {config.rootpath}, which pytest took for its root; write "
+                f"{option}={value} with an equals sign, or name a folder of tests (pytest tests/perf {option} {value})"
+            )
+
+
 def _named_path(config: pytest.Config, option: str) -> Path | None:
     named = config.getoption(option.removeprefix("--").replace("-", "_"))
     if named is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardgauge.options import add_options, is_asked_for, read_options
+from shardgauge.options import add_options, is_asked_for, read_options, refuse_misplaced_root
 
 MARKERS = (
     "claim(name): the claim of thresholds.yaml that the test decides",
@@ -34,3 +34,5 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[gauge_fixtures.FILES] = files
         config.pluginmanager.register(gauge_fixtures, "shardgauge-fixtures")
         config.pluginmanager.register(suite.GaugeSuite(files), "shardgauge-suite")
+    else:
+        refuse_misplaced_root(config)

@@ -335,3 +335,11 @@ def test_another_projects_thresholds_file_is_not_read(pytester: pytest.Pytester)
     pytester.makefile(".yaml", thresholds="warning: 3\nwarning: 4\n")
     pytester.makepyfile("def test_nothing():\n    pass\n")
     pytester.runpytest(*QUIET).assert_outcomes(passed=1)
+
+
+def test_a_checkout_taken_for_the_root_is_told(project: pytest.Pytester, tmp_path: Path) -> None:
+    """pytest takes the value behind `--gauge-hyper-src ` for a test path; the message says how to write it."""
+    (tmp_path / "setup.py").touch()
+    result = project.runpytest_subprocess(*QUIET, "--gauge-hyper-src", str(tmp_path))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: --gauge-hyper-src: there is no thresholds.yaml in {tmp_path}*equals sign*"])
