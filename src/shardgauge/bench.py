@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ class Bench(Protocol):
     def where(self) -> str:
         """Where the blocks can be read."""
 
+    @property
+    def cost(self) -> str:
+        """What they cost, in a line."""
+
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
         """An arm at step 0. Every (experiment, purpose) is opened once."""
 
@@ -85,6 +90,7 @@ class LiveBench:
         self._failed: dict[str, ShardgaugeError] = {}
         self._placed: dict[str, str] = {}
         self._blocks: dict[str, int] = {}
+        self._peak_bytes = 0
         self._stack = ExitStack()
 
     @property
@@ -93,9 +99,14 @@ class LiveBench:
         return self._shown_as
 
     @property
-    def launches(self) -> Mapping[str, Session]:
-        """The sessions started so far, by name."""
-        return self._sessions
+    def cost(self) -> str:
+        """What the blocks cost so far: launches, and the peak memory of this process and of the ranks, in MiB."""
+        own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        names = ", ".join(self._sessions) or "none"
+        return (
+            f"live: launches: {names}; peak memory: pytest {own_bytes >> 20} MiB, a rank "
+            f"{self._peak_bytes >> 20} MiB; journal: {self._shown_as}"
+        )
 
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
         """See `Bench.open_arm`."""
@@ -113,6 +124,7 @@ class LiveBench:
         key = self._placed[arm.name]
         with self._journalling_faults(key):
             ranks = self._sessions[key].run(arm.name, steps=steps, gradients=gradients)
+        self._peak_bytes = max(self._peak_bytes, *(rank.peak_memory_bytes for rank in ranks))
         index = self._blocks.get(arm.name, 0)
         self._blocks[arm.name] = index + 1
         block = Block(
@@ -245,6 +257,11 @@ class ReplayBench:
     def where(self) -> str:
         """The journal."""
         return self._shown_as
+
+    @property
+    def cost(self) -> str:
+        """Nothing: no rank was started."""
+        return f"live: replayed from {self._shown_as}; nothing was measured"
 
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
         """See `Bench.open_arm`.

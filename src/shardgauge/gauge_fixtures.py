@@ -28,6 +28,8 @@ class CaseFiles:
 
     def __init__(self, options: GaugeOptions) -> None:
         self.options = options
+        self.told_by_live = ""
+        """What live evidence cost, for the summary; empty where none was opened."""
         self.fault: ThresholdError | None = None
 
     @cached_property
@@ -52,13 +54,14 @@ def gauge_options(pytestconfig: pytest.Config) -> GaugeOptions:
 
 
 @pytest.fixture(scope="session")
-def live_evidence(gauge_options: GaugeOptions) -> Iterator[Evidence]:
+def live_evidence(gauge_options: GaugeOptions, pytestconfig: pytest.Config) -> Iterator[Evidence]:
     """Live evidence, opened by the first test that needs it and closed when the session ends."""
     # Imported here so that recorded claims don't pay for the statistics and the launcher.
     from shardgauge.live import open_live_evidence
 
     with open_live_evidence(gauge_options) as evidence:
         yield evidence
+        pytestconfig.stash[FILES].told_by_live = getattr(evidence, "cost", "")
 
 
 @pytest.fixture

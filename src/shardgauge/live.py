@@ -69,6 +69,11 @@ class LiveEvidence:
         self._counts: dict[str, Counts] = {}
         self._curves: dict[tuple[str, int], Curve] = {}
 
+    @property
+    def cost(self) -> str:
+        """What the evidence cost, in a line for the summary."""
+        return self.bench.cost
+
     def device_of(self, run: Run) -> DeviceName:  # noqa: ARG002 -- all runs share the machine
         """The device at hand."""
         return self.settings.device

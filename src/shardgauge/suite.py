@@ -110,6 +110,8 @@ class GaugeSuite:
         terminalreporter.section("claims")
         for line in tell_verdicts(self._told):
             terminalreporter.write_line(line)
+        if self._files.told_by_live:
+            terminalreporter.write_line(self._files.told_by_live)
         for verdict in self._told:
             if verdict.outcome == "inconclusive" and not self._files.options.strict:
                 terminalreporter.write_line(f"\n{verdict.render()}")
