@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from shardgauge import errors
 from shardgauge.errors import NotMeasurable, SessionError, ShardgaugeError
 from shardgauge.journal import (
     BlockEntry,
@@ -24,12 +26,12 @@ from shardgauge.journal import (
 from shardgauge.launch.session import Session
 from shardgauge.protocol import SessionSpec
 from shardgauge.records import Block
-from shardgauge.rundir import RunDir
+from shardgauge.rundir import RunDir, SessionDir
 from shardgauge.spec import DeviceName, Experiment
 
 
 class EndOfEvidence(Exception):
-    """The journal holds no further block of this arm."""
+    """The journal holds no further block of this arm. The message says which, and where."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class Bench(Protocol):
         """What they cost, in a line."""
 
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
-        """An arm at step 0. Every (experiment, purpose) is opened once."""
+        """An arm at step 0. Every (experiment, purpose) is opened at most once."""
 
     def run(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:
         """The arm's next block. Raises EndOfEvidence when a journal holds no more."""
@@ -80,9 +82,17 @@ class BenchSettings:
 class LiveBench:
     """Sessions, one an engine and source, started when first needed; every block is journalled as it is made."""
 
-    def __init__(self, settings: BenchSettings, rundir: RunDir, *, shown_as: str | None = None) -> None:
-        """Begin the journal. Messages name it `shown_as`."""
+    def __init__(
+        self,
+        settings: BenchSettings,
+        rundir: RunDir,
+        *,
+        shown_as: str | None = None,
+        make_session: Callable[[SessionSpec, SessionDir], Session] = Session,
+    ) -> None:
+        """Begin the journal. Messages name it `shown_as`; `make_session` makes a session that is not open yet."""
         self._shown_as = shown_as or str(rundir.journal)
+        self._make_session = make_session
         self._settings = settings
         self._rundir = rundir
         self._journal = Journal(rundir.journal)
@@ -111,9 +121,9 @@ class LiveBench:
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
         """See `Bench.open_arm`."""
         key = self._session_key(experiment)
-        session = self._session(key, experiment)
         name = f"{experiment.digest}:{purpose}"
-        with self._journalling_faults(key):
+        with self._journalling_faults(key, name):
+            session = self._session(key, experiment)
             session.prepare(name, experiment)
         self._placed[name] = key
         self._append(PreparedEntry(session=key, arm=name, experiment=experiment, digest=experiment.digest))
@@ -122,7 +132,7 @@ class LiveBench:
     def run(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:
         """See `Bench.run`."""
         key = self._placed[arm.name]
-        with self._journalling_faults(key):
+        with self._journalling_faults(key, arm.name):
             ranks = self._sessions[key].run(arm.name, steps=steps, gradients=gradients)
         self._peak_bytes = max(self._peak_bytes, *(rank.peak_memory_bytes for rank in ranks))
         index = self._blocks.get(arm.name, 0)
@@ -142,7 +152,7 @@ class LiveBench:
         """See `Bench.close_arm`; an arm of a session that is over went with it."""
         key = self._placed.pop(arm.name)
         if key not in self._failed:
-            with self._journalling_faults(key):
+            with self._journalling_faults(key, arm.name):
                 self._sessions[key].discard(arm.name)
 
     def note_verdict(self, entry: VerdictEntry) -> None:
@@ -175,8 +185,11 @@ class LiveBench:
                 align_dir=str(self._settings.align_dir.absolute()),
                 parent_pid=os.getpid(),
             )
-            with self._journalling_faults(key, opening=True):
-                session = self._stack.enter_context(Session(spec, self._rundir.session(key)))
+            try:
+                session = self._stack.enter_context(self._make_session(spec, self._rundir.session(key)))
+            except ShardgaugeError as error:
+                self._failed[key] = error
+                raise
             self._sessions[key] = session
             self._append(
                 SessionEntry(
@@ -193,39 +206,38 @@ class LiveBench:
     def _append(self, entry: Entry) -> None:
         self._journal.append(entry)
 
-    def _journalling_faults(self, key: str, *, opening: bool = False) -> _FaultJournal:
-        return _FaultJournal(key, opening, self._failed, self._append)
-
-
-@dataclass
-class _FaultJournal:
-    """Writes a session's fault down before it goes on its way; a session that is over, or never opened, stays so."""
-
-    session: str
-    opening: bool
-    failed: dict[str, ShardgaugeError]
-    append: Callable[[Entry], None]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if not isinstance(error, ShardgaugeError):
-            return
-        if self.opening or isinstance(error, SessionError):
-            self.failed[self.session] = error
-        self.append(FaultEntry(session=self.session, error=type(error).__name__, message=str(error)))
+    @contextmanager
+    def _journalling_faults(self, key: str, arm: str) -> Iterator[None]:
+        """Write a session's fault down before it goes on its way; a session that is over stays so."""
+        try:
+            yield
+        except ShardgaugeError as error:
+            if isinstance(error, SessionError):
+                self._failed.setdefault(key, error)
+            self._append(FaultEntry(session=key, arm=arm, error=type(error).__name__, message=str(error)))
+            raise
 
 
 @dataclass(kw_only=True)
 class _Replayed:
-    arm: Arm
-    blocks: list[Block] = field(default_factory=list)
-    next_block: int = 0
+    """What the journal tells of one arm, in order. `arm` None: it could not be opened."""
+
+    arm: Arm | None = None
+    story: deque[Block | FaultEntry] = field(default_factory=deque)
+
+    def raise_fault(self) -> None:
+        """What went wrong at this place then goes wrong again, in the same words."""
+        if self.story and isinstance(self.story[0], FaultEntry):
+            entry = self.story.popleft()
+            assert isinstance(entry, FaultEntry)  # noqa: S101 -- seen above
+            kind = getattr(errors, entry.error, None)
+            if isinstance(kind, type) and issubclass(kind, ShardgaugeError):
+                raise kind(entry.message)
+            raise NotMeasurable(f"{entry.error}: {entry.message}")
 
 
 class ReplayBench:
-    """An earlier run's journal: the same arms yield the same blocks, so the same verdicts follow."""
+    """An earlier run's journal: the same arms yield the same blocks and faults, so the same verdicts follow."""
 
     def __init__(self, path: Path, *, shown_as: str | None = None) -> None:
         """Read the journal; messages name it `shown_as`.
@@ -234,24 +246,27 @@ class ReplayBench:
             RecordError: it is malformed or of another version.
         """
         self._shown_as = shown_as or str(path)
-        self._arms: dict[str, _Replayed] = {}
+        self._arms: defaultdict[str, _Replayed] = defaultdict(_Replayed)
         self._faults: list[FaultEntry] = []
         environments: dict[str, Mapping[str, str]] = {}
-        for entry in read_journal(path).entries:
+        content = read_journal(path)
+        self._cut_line = content.cut_line
+        for entry in content.entries:
             if isinstance(entry, SessionEntry):
                 environments[entry.session] = entry.environment
             elif isinstance(entry, PreparedEntry):
-                arm = Arm(
+                self._arms[entry.arm].arm = Arm(
                     name=entry.arm,
                     experiment=entry.experiment,
                     purpose=entry.arm.partition(":")[2],
                     environment=environments.get(entry.session, {}),
                 )
-                self._arms[entry.arm] = _Replayed(arm=arm)
-            elif isinstance(entry, BlockEntry) and entry.block.arm in self._arms:
-                self._arms[entry.block.arm].blocks.append(entry.block)
+            elif isinstance(entry, BlockEntry):
+                self._arms[entry.block.arm].story.append(entry.block)
             elif isinstance(entry, FaultEntry):
                 self._faults.append(entry)
+                if entry.arm is not None:
+                    self._arms[entry.arm].story.append(entry)
 
     @property
     def where(self) -> str:
@@ -263,31 +278,46 @@ class ReplayBench:
         """Nothing: no rank was started."""
         return f"live: replayed from {self._shown_as}; nothing was measured"
 
+    @property
+    def timed_ranks(self) -> int | None:
+        """On how many ranks time was measured over a metered link; None where it was not."""
+        arms = (replayed.arm for replayed in self._arms.values() if replayed.arm is not None)
+        metered = (arm.experiment for arm in arms if arm.experiment.link and arm.experiment.engine != "single")
+        return max((experiment.mesh.size for experiment in metered), default=None)
+
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
         """See `Bench.open_arm`.
 
         Raises:
             NotMeasurable: the journal has no such arm.
+            ShardgaugeError: what could not be opened then.
         """
-        name = f"{experiment.digest}:{purpose}"
-        if name not in self._arms:
+        replayed = self._arms[f"{experiment.digest}:{purpose}"]
+        if replayed.arm is None:
+            replayed.raise_fault()
             faults = "".join(f"\n  it notes a fault: {fault.error}: {fault.message}" for fault in self._faults)
             raise NotMeasurable(
                 f"{self._shown_as} holds no arm {purpose!r} of {experiment.describe()} ({experiment.digest}); "
-                f"replay with the options of the run that wrote it{faults}"
+                f"replay with the options of the run that wrote it{self._tell_cut()}{faults}"
             )
-        return self._arms[name].arm
+        return replayed.arm
 
     def run(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:  # noqa: ARG002 -- the journal decides
         """See `Bench.run`: what was measured then, whatever the number of steps."""
         replayed = self._arms[arm.name]
-        if replayed.next_block >= len(replayed.blocks):
-            raise EndOfEvidence
-        replayed.next_block += 1
-        return replayed.blocks[replayed.next_block - 1]
+        replayed.raise_fault()
+        if not replayed.story:
+            raise EndOfEvidence(f"{self._shown_as} holds no further block of arm {arm.purpose!r}{self._tell_cut()}")
+        block = replayed.story.popleft()
+        assert isinstance(block, Block)  # noqa: S101 -- a fault was raised above
+        return block
 
     def close_arm(self, arm: Arm) -> None:
-        """Nothing is held."""
+        """Nothing is held; what went wrong then goes wrong again."""
+        self._arms[arm.name].raise_fault()
+
+    def _tell_cut(self) -> str:
+        return "" if self._cut_line is None else f"; its line {self._cut_line} was cut short and is dropped"
 
     def note_verdict(self, entry: VerdictEntry) -> None:
         """The journal has its verdicts; a replay adds none."""

@@ -83,10 +83,11 @@ class VerdictEntry(Boundary):
 
 
 class FaultEntry(Boundary):
-    """Something went wrong; `error` is our class's name."""
+    """Something went wrong; `error` is our class's name. `arm` is the one that was being opened, run or closed."""
 
     kind: Literal["fault"] = "fault"
     session: str | None
+    arm: str | None = None
     error: str
     message: str
 

@@ -6,9 +6,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from decimal import Decimal
 
@@ -18,7 +19,7 @@ from shardgauge.errors import NotMeasurable, SpecError, UnsupportedSwitch
 from shardgauge.evidence import Counts, Curve, Effect, EvidenceName, Figure, Question, Run
 from shardgauge.journal import VerdictEntry
 from shardgauge.options import GaugeOptions
-from shardgauge.plan import parameter_shapes, rows_as_published
+from shardgauge.plan import COLLECTIVE_KINDS, parameter_shapes, rows_as_published
 from shardgauge.quantities import Quantity
 from shardgauge.records import Block, StepRecord
 from shardgauge.rundir import RunDir
@@ -63,11 +64,15 @@ class LiveEvidence:
 
     name: EvidenceName = "live"
 
-    def __init__(self, settings: LiveSettings, bench: Bench) -> None:
+    def __init__(self, settings: LiveSettings, bench: Bench, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`, in seconds, is what the budget is held against."""
         self.settings = settings
         self.bench = bench
+        self.clock = clock
         self._counts: dict[str, Counts] = {}
         self._curves: dict[tuple[str, int], Curve] = {}
+        self._effects: dict[tuple[object, ...], Effect] = {}
+        self._opened: Counter[tuple[str, str]] = Counter()
 
     @property
     def cost(self) -> str:
@@ -82,7 +87,8 @@ class LiveEvidence:
         """The experiment that stands for `run` on this machine.
 
         hyper_torch's place is taken by the candidate, the model by the device's preset, the mesh keeps its kind on
-        `ranks` ranks, and on a CPU claims about time run over the preset's metered link.
+        `ranks` ranks, and on a CPU claims about time run over the preset's metered link. Faults stay, so that a
+        check of the gate itself can ask for a run that has them.
         """
         published = run.experiment
         if published.source is not None:
@@ -99,6 +105,8 @@ class LiveEvidence:
             mesh=Mesh(shape=(1,)) if engine == "single" else fit_mesh(published.mesh, ranks),
             data_ranks=ranks if engine == "single" else None,
             precision=published.precision,
+            seed=published.seed,
+            faults=published.faults,
         )
         if metered and self.settings.device == "cpu":
             return experiment.model_copy(update={"link": experiment.model_preset.link})
@@ -149,9 +157,12 @@ class LiveEvidence:
                 f"{', '.join(unknown)}: not measured live on {self.settings.device} (which measures "
                 f"{', '.join(sorted(known))}); decide it on recorded evidence (-m recorded)"
             )
-        purpose = f"measure {question.quantity.text} " + "/".join(e.digest for e in experiments.values())
-        with self._arms(experiments, purpose) as arms:
-            return _Measurement(question, arms, self).decide()
+        digests = tuple(experiment.digest for experiment in experiments.values())
+        key = (digests, *_asked(question))
+        if key not in self._effects:
+            with self._arms(experiments, f"measure {question.quantity.text} {'/'.join(digests)}") as arms:
+                self._effects[key] = _Measurement(question, arms, self).decide()
+        return self._effects[key]
 
     def keep_verdict(self, verdict: Verdict) -> None:
         """Journal a verdict behind the blocks that it rests on."""
@@ -167,31 +178,30 @@ class LiveEvidence:
     @contextmanager
     def _arms(self, experiments: Mapping[str, Experiment], purpose: str) -> Iterator[Mapping[str, Arm]]:
         opened: dict[str, Arm] = {}
-        try:
+        with ExitStack() as stack:
             for role, experiment in experiments.items():
-                opened[role] = self.bench.open_arm(experiment, f"{purpose} {role}")
-            _require_one_environment(opened)
+                opened[role] = arm = self.bench.open_arm(experiment, self._new_purpose(experiment, f"{purpose} {role}"))
+                stack.callback(self.bench.close_arm, arm)
+            _require_one_environment(opened, where=self.bench.where)
             yield opened
-        finally:
-            for arm in opened.values():
-                self.bench.close_arm(arm)
+
+    def _new_purpose(self, experiment: Experiment, purpose: str) -> str:
+        """Two questions of one experiment, or a second attempt, must not share an arm's name: a replay goes by it."""
+        self._opened[experiment.digest, purpose] += 1
+        times = self._opened[experiment.digest, purpose]
+        return purpose if times == 1 else f"{purpose} #{times}"
 
     def _whole_block(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:
         try:
             block = self.bench.run(arm, steps=steps, gradients=gradients)
-        except EndOfEvidence:
-            raise NotMeasurable(f"{self.bench.where} holds no block of {arm.experiment.describe()}") from None
-        require_whole(block, arm.experiment, where=self.bench.where)
-        if len(block.ranks[0].steps) != steps:
-            raise NotMeasurable(
-                f"{arm.experiment.describe()}: {len(block.ranks[0].steps)} steps recorded where {steps} belong "
-                f"({self.bench.where})"
-            )
+        except EndOfEvidence as end:
+            raise NotMeasurable(f"{arm.experiment.describe()}: {end}") from None
+        require_whole(block, arm.experiment, steps=range(steps), where=self.bench.where)
         return block
 
     def _read_counts(self, experiment: Experiment, block: Block) -> Counts:
         totals = [
-            {kind: sum(step.counts[kind] for step in rank.steps) for kind in rank.steps[0].counts}
+            {kind: sum(step.counts.get(kind, 0) for step in rank.steps) for kind in COLLECTIVE_KINDS}
             for rank in block.ranks
         ]
         for rank, total in enumerate(totals):
@@ -211,13 +221,26 @@ class LiveEvidence:
         )
 
     def _read_curve(self, run: Run, experiment: Experiment, block: Block) -> Curve:
-        losses = tuple(statistics.fmean(finite_losses(steps)) for steps in zip(*_by_rank(block), strict=True))
+        where = self.bench.where
+        losses = tuple(statistics.fmean(row) for row in finite_losses(block, experiment, where=where))
         names = tuple(parameter_shapes(experiment.model_preset))
         norms = [step.grad_norms or () for step in block.ranks[0].steps]
         for step, row in enumerate(norms):
+            if len(row) != len(names):
+                raise NotMeasurable(
+                    f"{experiment.describe()}: {len(row)} gradient norms at step {step}, one for each of "
+                    f"{len(names)} parameters belongs there ({where})"
+                )
             for name, norm in zip(names, row, strict=True):
                 if norm is None:
-                    raise NotMeasurable(f"{run.label}: the gradient of {name} is not finite at step {step}")
+                    raise NotMeasurable(
+                        f"{experiment.describe()}: the gradient of {name} is not finite at step {step} ({where})"
+                    )
+        for rank in block.ranks:
+            if not rank.parameters_sha256:
+                raise NotMeasurable(
+                    f"{experiment.describe()}: no digest of rank {rank.rank}'s parameters after the last step ({where})"
+                )
         return Curve(
             run=f"{run.label}: {experiment.describe()}",
             losses=losses,
@@ -226,7 +249,7 @@ class LiveEvidence:
                 for i, name in enumerate(names)
             },
             parameters_sha256=tuple(rank.parameters_sha256 or "" for rank in block.ranks),
-            where=self.bench.where,
+            where=where,
         )
 
 
@@ -239,29 +262,36 @@ class _Measurement:
         self._evidence = evidence
         self._samples: dict[str, list[Sample]] = {role: [] for role in arms}
         self._block_steps = dict.fromkeys(arms, WARM_UP_STEPS)
+        self._next_step = dict.fromkeys(arms, 0)
 
     def decide(self) -> Effect:
-        deadline = time.monotonic() + self._evidence.settings.budget_s
-        for role in self._arms:
-            self._warm_up(role)
+        """Look until the claim is decided, the budget has ended or a journal is at its end; then the last look counts.
+
+        Pairs that were measured after it are no part of the answer.
+        """
+        deadline_s = self._evidence.clock() + self._evidence.settings.budget_s
         interval: Interval | None = None
-        for look in looks(self._question.confidence):
-            try:
+        pairs = 0
+        try:
+            for role in self._arms:
+                self._warm_up(role)
+            for look in looks(self._question.confidence):
                 while len(self._samples["of"]) < look.samples:
-                    if interval is not None and time.monotonic() > deadline:
+                    if interval is not None and self._evidence.clock() > deadline_s:
                         raise EndOfEvidence
                     self._measure_pair()
-            except EndOfEvidence:
-                break
-            interval = mean_interval(self._effects(), look.error_probability)
-            if judge(*self._on_scale(interval), self._question.bounds) != "inconclusive":
-                break
-        if interval is None:
-            raise NotMeasurable(
-                f"{self._question.of.label}: only {len(self._effects())} pairs of blocks, too few for an interval "
-                f"({self._evidence.bench.where})"
-            )
-        return self._effect(interval)
+                pairs = look.samples
+                interval = mean_interval(self._effects(), look.error_probability)
+                if judge(*self._on_scale(interval), self._question.bounds) != "inconclusive":
+                    break
+        except EndOfEvidence as end:
+            if interval is None:
+                raise NotMeasurable(
+                    f"{self._question.of.label}: only {len(self._samples['of'])} pairs of blocks, too few for an "
+                    f"interval: {end}"
+                ) from None
+        assert interval is not None  # noqa: S101 -- our own invariant: the schedule of looks is endless
+        return self._effect(interval, pairs)
 
     def _warm_up(self, role: str) -> None:
         block = self._block(role)
@@ -274,17 +304,29 @@ class _Measurement:
         drawn = int(self._arms["of"].experiment.digest, 16)
         if (len(self._samples["of"]) + drawn) % 2:
             roles.reverse()
-        measured = {role: read_sample(self._block(role)) for role in roles}
+        measured = {role: self._read_sample(role, self._block(role)) for role in roles}
         for role, sample in measured.items():
             self._samples[role].append(sample)
 
     def _block(self, role: str) -> Block:
-        arm = self._arms[role]
-        block = self._evidence.bench.run(arm, steps=self._block_steps[role])
-        require_whole(block, arm.experiment, where=self._evidence.bench.where)
-        for steps in zip(*_by_rank(block), strict=True):
-            finite_losses(steps)
+        arm, where = self._arms[role], self._evidence.bench.where
+        first = self._next_step[role]
+        steps = range(first, first + self._block_steps[role])
+        block = self._evidence.bench.run(arm, steps=len(steps))
+        require_whole(block, arm.experiment, steps=steps, where=where)
+        finite_losses(block, arm.experiment, where=where)
+        self._next_step[role] = steps.stop
         return block
+
+    def _read_sample(self, role: str, block: Block) -> Sample:
+        sample = read_sample(block)
+        quantity = self._question.quantity if role == "of" else self._question.to_quantity
+        if missing := sorted(set(quantity.names) - sample.metrics.keys()):
+            raise NotMeasurable(
+                f"{self._arms[role].experiment.describe()}: block {block.index} yields no {', '.join(missing)}, since "
+                f"nothing went over the metered link ({self._evidence.bench.where})"
+            )
+        return sample
 
     def _effects(self) -> list[float]:
         """One number a pair: a log-ratio, a difference, or the value itself."""
@@ -295,6 +337,12 @@ class _Measurement:
         others = [sample.value(question.to_quantity) for sample in self._samples["to"]]
         if question.comparison == "difference":
             return [value - other for value, other in zip(values, others, strict=True)]
+        for value, other in zip(values, others, strict=True):
+            if value <= 0 or other <= 0:
+                raise NotMeasurable(
+                    f"{question.quantity.text} of {question.of.label}: a ratio needs figures above 0, not {value:g} "
+                    f"over {other:g} ({self._evidence.bench.where})"
+                )
         return [math.log(value / other) for value, other in zip(values, others, strict=True)]
 
     def _on_scale(self, interval: Interval) -> tuple[float, float]:
@@ -302,7 +350,7 @@ class _Measurement:
             return math.exp(interval.low), math.exp(interval.high)
         return interval.low, interval.high
 
-    def _effect(self, interval: Interval) -> Effect:
+    def _effect(self, interval: Interval, pairs: int) -> Effect:
         ratio = self._question.comparison == "ratio"
         low, high = self._on_scale(interval)
         scale = 1.0 if ratio else abs(interval.mean) or 1.0
@@ -311,20 +359,20 @@ class _Measurement:
             estimate=math.exp(interval.mean) if ratio else interval.mean,
             low=low,
             high=high,
-            pairs=len(self._samples["of"]),
+            pairs=pairs,
             noise_ratio=interval.deviation / scale,
             smallest_detectable_ratio=math.expm1(interval.detectable) if ratio else interval.detectable / scale,
-            figures=tuple(self._figure(role) for role in self._arms),
+            figures=tuple(self._figure(role, pairs) for role in self._arms),
         )
 
-    def _figure(self, role: str) -> Figure:
+    def _figure(self, role: str, pairs: int) -> Figure:
         question = self._question
         run = question.of if role == "of" or question.to is None else question.to
         quantity = question.quantity if role == "of" else question.to_quantity
         return Figure(
             run=f"{run.name}: {self._arms[role].experiment.describe()}",
             quantity=quantity.text,
-            value=statistics.median(sample.value(quantity) for sample in self._samples[role]),
+            value=statistics.median(sample.value(quantity) for sample in self._samples[role][:pairs]),
             unit=quantity.unit,
             where=self._evidence.bench.where,
         )
@@ -347,7 +395,10 @@ def open_live_evidence(options: GaugeOptions) -> Iterator[LiveEvidence]:
         budget_s=options.budget_s,
     )
     if options.replay is not None:
-        yield LiveEvidence(settings, ReplayBench(options.replay, shown_as=options.shown(options.replay)))
+        replay = ReplayBench(options.replay, shown_as=options.shown(options.replay))
+        # On how many ranks and for how long was measured, the journal says: not this machine's cores or clock.
+        settings = replace(settings, timing_ranks=replay.timed_ranks or settings.timing_ranks)
+        yield LiveEvidence(settings, replay, clock=lambda: 0.0)
         return
     bench_settings = BenchSettings(
         device=options.device,
@@ -409,57 +460,69 @@ def read_sample(block: Block) -> Sample:
     return Sample(metrics=metrics)
 
 
+def _asked(question: Question) -> tuple[object, ...]:
+    """What makes two questions one; whether the report timed or profiled a run is nothing to live evidence."""
+    names = question.of.name, question.to.name if question.to else None
+    return (*names, question.quantity, question.to_quantity, question.comparison, question.bounds, question.confidence)
+
+
 def _metric_names(device: DeviceName) -> frozenset[str]:
     on_the_link = {"exposed_ms", "overlapped_ms", "overlap_ratio", "exposed_share"}
     return frozenset({"step_ms"} | (on_the_link if device == "cpu" else set()))
 
 
-def require_whole(block: Block, experiment: Experiment, *, where: str) -> None:
-    """Every rank of the mesh, each with the same consecutive steps.
+def require_whole(block: Block, experiment: Experiment, *, steps: range, where: str) -> None:
+    """Every rank of the mesh once, each with exactly these steps.
 
     Raises:
-        NotMeasurable: a rank or a step is missing.
+        NotMeasurable: a rank or a step is missing, or there twice.
     """
-    ranks = [rank.rank for rank in block.ranks]
-    if ranks != list(range(experiment.mesh.size)):
-        missing = sorted(set(range(experiment.mesh.size)) - set(ranks))
-        raise NotMeasurable(
-            f"{experiment.describe()}: block {block.index} has no record of rank {', '.join(map(str, missing))}; "
-            f"an incomplete block is no evidence ({where})"
+    ranks, members = [rank.rank for rank in block.ranks], range(experiment.mesh.size)
+    if ranks != list(members):
+        missing = sorted(set(members) - set(ranks))
+        fault = (
+            f"has no record of rank {', '.join(map(str, missing))}"
+            if missing
+            else f"holds records of ranks {ranks}, where one each of {list(members)} belongs"
         )
-    expected = [step.step for step in block.ranks[0].steps]
-    consecutive = list(range(expected[0], expected[0] + len(expected))) if expected else []
+        raise NotMeasurable(
+            f"{experiment.describe()}: block {block.index} {fault}; an incomplete block is no evidence ({where})"
+        )
     for rank in block.ranks:
         found = [step.step for step in rank.steps]
-        if not found or found != expected or found != consecutive:
+        if found != list(steps):
             raise NotMeasurable(
                 f"{experiment.describe()}: block {block.index} of rank {rank.rank} holds steps {found}, "
-                f"consecutive steps {consecutive} belong there ({where})"
+                f"steps {list(steps)} belong there ({where})"
             )
 
 
-def finite_losses(steps: tuple[StepRecord, ...]) -> list[float]:
-    """One step's losses, a rank each.
+def finite_losses(block: Block, experiment: Experiment, *, where: str) -> list[list[float]]:
+    """Losses, step by step, a rank each.
 
     Raises:
         NotMeasurable: one is not finite.
     """
-    for rank, step in enumerate(steps):
-        if step.loss is None:
-            raise NotMeasurable(f"the loss of rank {rank} is not finite at step {step.step}: nothing after it counts")
-    return [step.loss for step in steps if step.loss is not None]
+    for steps in zip(*_by_rank(block), strict=True):
+        for rank, step in enumerate(steps):
+            if step.loss is None:
+                raise NotMeasurable(
+                    f"{experiment.describe()}: the loss of rank {rank} is not finite at step {step.step}: nothing "
+                    f"after it counts ({where})"
+                )
+    return [[step.loss for step in steps if step.loss is not None] for steps in zip(*_by_rank(block), strict=True)]
 
 
 def _by_rank(block: Block) -> list[tuple[StepRecord, ...]]:
     return [rank.steps for rank in block.ranks]
 
 
-def _require_one_environment(arms: Mapping[str, Arm]) -> None:
+def _require_one_environment(arms: Mapping[str, Arm], *, where: str) -> None:
     first, *others = arms.values()
     for other in others:
         if differing := sorted(dict(first.environment).items() ^ dict(other.environment).items()):
             named = sorted({name for name, _ in differing})
             raise NotMeasurable(
-                f"{first.experiment.engine} and {other.experiment.engine} ran in different environments: "
-                f"{', '.join(named)} differ; measure both arms in one"
+                f"{first.experiment.describe()} and {other.experiment.describe()} ran in different environments: "
+                f"{', '.join(named)} differ; measure both arms in one ({where})"
             )
