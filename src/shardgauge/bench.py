@@ -41,6 +41,7 @@ class Arm:
     name: str
     experiment: Experiment
     purpose: str
+    session: str
     environment: Mapping[str, str]
 
 
@@ -127,7 +128,7 @@ class LiveBench:
             session.prepare(name, experiment)
         self._placed[name] = key
         self._append(PreparedEntry(session=key, arm=name, experiment=experiment, digest=experiment.digest))
-        return Arm(name=name, experiment=experiment, purpose=purpose, environment=session.environment)
+        return Arm(name=name, experiment=experiment, purpose=purpose, session=key, environment=session.environment)
 
     def run(self, arm: Arm, *, steps: int, gradients: bool = False) -> Block:
         """See `Bench.run`."""
@@ -258,6 +259,7 @@ class ReplayBench:
                 self._arms[entry.arm].arm = Arm(
                     name=entry.arm,
                     experiment=entry.experiment,
+                    session=entry.session,
                     purpose=entry.arm.partition(":")[2],
                     environment=environments.get(entry.session, {}),
                 )

@@ -263,6 +263,8 @@ class _Measurement:
         self._samples: dict[str, list[Sample]] = {role: [] for role in arms}
         self._block_steps = dict.fromkeys(arms, WARM_UP_STEPS)
         self._next_step = dict.fromkeys(arms, 0)
+        # Between processes, a block's first step finds caches and clocks as the other process left them.
+        self._dropped_steps = int(len({arm.session for arm in arms.values()}) > 1)
 
     def decide(self) -> Effect:
         """Look until the claim is decided, the budget has ended or a journal is at its end; then the last look counts.
@@ -311,7 +313,7 @@ class _Measurement:
     def _block(self, role: str) -> Block:
         arm, where = self._arms[role], self._evidence.bench.where
         first = self._next_step[role]
-        steps = range(first, first + self._block_steps[role])
+        steps = range(first, first + self._block_steps[role] + self._dropped_steps)
         block = self._evidence.bench.run(arm, steps=len(steps))
         require_whole(block, arm.experiment, steps=steps, where=where)
         finite_losses(block, arm.experiment, where=where)
@@ -319,7 +321,7 @@ class _Measurement:
         return block
 
     def _read_sample(self, role: str, block: Block) -> Sample:
-        sample = read_sample(block)
+        sample = read_sample(block, dropped_steps=self._dropped_steps)
         quantity = self._question.quantity if role == "of" else self._question.to_quantity
         if missing := sorted(set(quantity.names) - sample.metrics.keys()):
             raise NotMeasurable(
@@ -438,13 +440,13 @@ def fit_mesh(published: Mesh, ranks: int) -> Mesh:
     return Mesh(shape=(replicas, ranks // replicas) if replicas > 1 else (ranks,))
 
 
-def read_sample(block: Block) -> Sample:
-    """A block's metrics. A step lasts as long as on its slowest rank; the block's time is its steps' median.
+def read_sample(block: Block, *, dropped_steps: int = 0) -> Sample:
+    """A block's metrics, without its first `dropped_steps`. A step lasts as long as on its slowest rank; the block's time is its steps' median.
 
     On the metered link, communication is transfer time, and exposed is what the rank sat waiting through; both are
     means over ranks and steps, their ratio is of the sums.
     """
-    steps = list(zip(*_by_rank(block), strict=True))
+    steps = list(zip(*_by_rank(block), strict=True))[dropped_steps:]
     step_ms = statistics.median(max(step.duration_ns for step in ranks) for ranks in steps) * 1e-6
     metrics = {"step_ms": step_ms}
     uses = [step.link for ranks in steps for step in ranks if step.link is not None]
