@@ -338,7 +338,7 @@ def test_another_projects_thresholds_file_is_not_read(pytester: pytest.Pytester)
 
 
 def test_a_checkout_taken_for_the_root_is_told(project: pytest.Pytester, tmp_path: Path) -> None:
-    """pytest takes the value behind `--gauge-hyper-src ` for a test path; the message says how to write it."""
+    """Behind `--gauge-hyper-src `, pytest takes the value for a test path; the message says how to write it."""
     (tmp_path / "setup.py").touch()
     result = project.runpytest_subprocess(*QUIET, "--gauge-hyper-src", str(tmp_path))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
