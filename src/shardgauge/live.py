@@ -441,10 +441,11 @@ def fit_mesh(published: Mesh, ranks: int) -> Mesh:
 
 
 def read_sample(block: Block, *, dropped_steps: int = 0) -> Sample:
-    """A block's metrics, without its first `dropped_steps`. A step lasts as long as on its slowest rank; the block's time is its steps' median.
+    """A block's metrics, without its first `dropped_steps`.
 
-    On the metered link, communication is transfer time, and exposed is what the rank sat waiting through; both are
-    means over ranks and steps, their ratio is of the sums.
+    A step lasts as long as on its slowest rank; the block's time is its steps' median. On the metered link,
+    communication is transfer time, and exposed is what the rank sat waiting through; both are means over ranks and
+    steps, their ratio is of the sums.
     """
     steps = list(zip(*_by_rank(block), strict=True))[dropped_steps:]
     step_ms = statistics.median(max(step.duration_ns for step in ranks) for ranks in steps) * 1e-6
