@@ -625,9 +625,7 @@ def test_an_overlap_without_a_transfer_is_no_evidence() -> None:
 def test_a_ratio_to_nothing_is_no_evidence() -> None:
     """An arm that exposes nothing at all has no ratio to another."""
     bench = FakeBench(exposed=lambda _: 0.0)
-    with pytest.raises(
-        NotMeasurable, match=r"exposed_ms of prefetched \(T0\): a ratio needs .*, not 0 over 0"
-    ):
+    with pytest.raises(NotMeasurable, match=r"exposed_ms of prefetched \(T0\): a ratio needs .*, not 0 over 0"):
         evidence_from(bench).measure(question(metric="exposed_ms"))
 
 
