@@ -27,7 +27,7 @@ from shardgauge.launch.session import Session
 from shardgauge.protocol import SessionSpec
 from shardgauge.records import Block
 from shardgauge.rundir import RunDir, SessionDir
-from shardgauge.spec import DeviceName, Experiment
+from shardgauge.spec import DeviceName, EngineName, Experiment
 
 
 class EndOfEvidence(Exception):
@@ -75,7 +75,7 @@ class BenchSettings:
 
     device: DeviceName
     world_size: int
-    candidate: str
+    candidate: EngineName
     hyper_source: str | None
     align_dir: Path
 
@@ -169,8 +169,11 @@ class LiveBench:
 
     def _session_key(self, experiment: Experiment) -> str:
         """`single` needs no launch of its own: it runs on rank 0 of the candidate's session."""
-        engine = self._settings.candidate if experiment.engine == "single" else experiment.engine
+        engine = self._engine(experiment)
         return engine if experiment.source is None else f"{engine}-{experiment.source.strip('/').replace('/', '_')}"
+
+    def _engine(self, experiment: Experiment) -> EngineName:
+        return self._settings.candidate if experiment.engine == "single" else experiment.engine
 
     def _session(self, key: str, experiment: Experiment) -> Session:
         if key in self._failed:
@@ -179,7 +182,7 @@ class LiveBench:
         if key not in self._sessions:
             spec = SessionSpec(
                 session=key,
-                engine=experiment.engine,
+                engine=self._engine(experiment),
                 device=self._settings.device,
                 world_size=self._settings.world_size,
                 hyper_source=self._settings.hyper_source,

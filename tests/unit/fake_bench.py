@@ -129,7 +129,9 @@ class FakeSessions:
 
     step_ms: Pace = field(default_factory=pace)
     strike: Callable[[str, str, int], None] = lambda doing, arm, times: None  # noqa: ARG005 -- nothing strikes
+    now_s: float = 0.0
     launched: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
     open_arms: list[str] = field(default_factory=list)
 
     def __call__(self, spec: SessionSpec, directory: SessionDir) -> FakeSession:
@@ -155,7 +157,8 @@ class FakeSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Ranks end."""
+        """Remembered."""
+        self._sessions.closed.append(self._spec.session)
 
     def prepare(self, arm: str, experiment: Experiment) -> None:
         """Ready at step 0."""
@@ -166,6 +169,7 @@ class FakeSession:
 
     def run(self, arm: str, *, steps: int, gradients: bool = False) -> tuple[RankBlock, ...]:
         """The arm's next steps."""
+        self._sessions.now_s += BLOCK_S
         times = self._times[arm]
         self._sessions.strike("run", arm, times)
         first = self._next_step[arm]

@@ -134,6 +134,16 @@ def test_an_effect_at_the_limit_stays_open_until_the_budget_ends() -> None:
     assert len(bench.asked) > 2 + 2 * 12
 
 
+def test_blocks_after_the_last_look_are_no_part_of_the_figures() -> None:
+    """23 blocks of 45 % and 55 % in turn straddle the limit; what comes after them is not looked at any more."""
+    bench = FakeBench(exposed=lambda index: 0.0 if index > 23 else 0.55 if index % 2 else 0.45)
+    effect = evidence_from(bench, budget_s=15).measure(overlap(Bounds(at_least=0.5)))
+    assert effect.pairs == 23
+    assert len(bench.asked) > 24
+    assert effect.figures[0].value == pytest.approx(0.45)
+    assert effect.estimate == pytest.approx(0.5, abs=0.01)
+
+
 def test_a_budget_too_small_for_one_look_still_gets_one() -> None:
     """Six pairs are the least that a verdict is given on."""
     bench = FakeBench(step_ms=pace(prefetch=95, noise=0.03))
