@@ -80,7 +80,7 @@ class GaugeSuite:
         excinfo = call.excinfo
         if excinfo is not None and isinstance(excinfo.value, ShardgaugeError):
             # `Any`: the crash line, from which pytest's summary is made, is not in the representation's public type.
-            told: Any = excinfo.getrepr(style="value")
+            told: Any = excinfo.getrepr(style="value", chain=False)
             told.reprcrash.message = str(excinfo.value).splitlines()[0]
             report.longrepr = told
             if report.when == "call" and not isinstance(excinfo.value, ClaimRefuted):

@@ -27,7 +27,7 @@ class Deadlines:
     discard_s: float = 60.0
     close_s: float = 20.0
     refusal_s: float = 30.0
-    device_lock_s: float = 120.0
+    device_lock_s: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
