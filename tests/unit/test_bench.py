@@ -9,6 +9,7 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,10 +69,12 @@ def decide(evidence: LiveEvidence, thresholds: str = THRESHOLDS) -> str:
     return gauge.verdict.render()
 
 
-def measure(root: Path, sessions: FakeSessions, *, claims: tuple[str, ...] = (THRESHOLDS,)) -> list[str]:
+def measure(
+    root: Path, sessions: FakeSessions, *, claims: tuple[str, ...] = (THRESHOLDS,), budget_s: float = SETTINGS.budget_s
+) -> list[str]:
     """The verdicts of a live run."""
     with bench_in(root, sessions) as bench:
-        evidence = LiveEvidence(SETTINGS, bench, clock=lambda: sessions.now_s)
+        evidence = LiveEvidence(replace(SETTINGS, budget_s=budget_s), bench, clock=lambda: sessions.now_s)
         return [decide(evidence, text) for text in claims]
 
 
@@ -304,8 +307,7 @@ def test_a_journal_cut_before_the_first_look_gives_no_verdict(tmp_path: Path, bl
 
 def test_a_journal_cut_after_a_look_is_as_undecided_as_that_look(tmp_path: Path) -> None:
     """A run that held at a later look had not held at the first: less evidence decides no more."""
-    sessions = FakeSessions(step_ms=pace(prefetch=91, noise=0.02))
-    (live,) = measure(tmp_path, sessions)
+    (live,) = measure(tmp_path, FakeSessions(step_ms=pace(prefetch=93, noise=0.02)), budget_s=120)
     assert ": HOLDS" in live
     assert "pairs   6," not in live
     cut(tmp_path, after_blocks=2 + 2 * 6 + 1)
