@@ -107,7 +107,7 @@ def _decide(
 ) -> PartVerdict:
     device = docket.evidence.device_of(run)
     if not found:
-        return undecided(docket, part, device, "\n".join(left_out))
+        return undecided(docket, part, device, "\n".join(left_out)).model_copy(update={"left_out": tuple(left_out)})
     worst, of, to = max(found, key=lambda item: item[0].amount)
     effect = Effect(
         basis="exact",
@@ -119,7 +119,8 @@ def _decide(
     )
     outcome = judge_effect(effect, part.limits[device].bounds)
     verdict = decided(docket, part, device, outcome=outcome, effect=effect)
-    return verdict.model_copy(update={"note": "\n".join([f"curves compared: {len(found)}", *left_out])})
+    note = "\n".join([f"curves compared: {len(found)}", *left_out])
+    return verdict.model_copy(update={"note": note, "left_out": tuple(left_out)})
 
 
 def _at_precision(part: Part, run: Run) -> Run:

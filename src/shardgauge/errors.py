@@ -15,6 +15,10 @@ class UnsupportedSwitch(SpecError):
     """The engine, or the tree that it was imported from, lacks a switch that the experiment asks for."""
 
 
+class Undecidable(ShardgaugeError):
+    """This machine, or this way of measuring, cannot answer; nothing is wrong with the engine or the evidence."""
+
+
 class MissingDependency(ShardgaugeError, ImportError):
     """A package that the chosen engine or device needs cannot be imported here."""
 

@@ -8,7 +8,14 @@ from functools import partial
 from shardgauge.claims import Docket, judge_part, name_part, undecided, unmeasured
 from shardgauge.curves import judge_curves, judge_repetition
 from shardgauge.entries import Kind, Part
-from shardgauge.errors import NotMeasurable, ShardgaugeError, SpecError, ThresholdError, UnsupportedSwitch
+from shardgauge.errors import (
+    NotMeasurable,
+    ShardgaugeError,
+    SpecError,
+    ThresholdError,
+    Undecidable,
+    UnsupportedSwitch,
+)
 from shardgauge.evidence import Comparison, Run, refuse_mixed_modes
 from shardgauge.quantities import Quantity, parse_quantity
 from shardgauge.verdict import KeepsVerdicts, PartVerdict, Verdict
@@ -222,8 +229,11 @@ class Gauge:
             return
         try:
             self._verdicts[part.key] = judge()
-        except UnsupportedSwitch as error:
+        except Undecidable as error:
             self._verdicts[part.key] = undecided(self._docket, part, device, str(error))
+        except UnsupportedSwitch as error:
+            verdict = undecided(self._docket, part, device, str(error))
+            self._verdicts[part.key] = verdict.model_copy(update={"left_out": (str(error),)})
         except (ThresholdError, SpecError):
             raise
         except ShardgaugeError as error:

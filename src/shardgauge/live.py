@@ -15,7 +15,7 @@ from decimal import Decimal
 
 from shardgauge.bench import Arm, Bench, BenchSettings, EndOfEvidence, LiveBench, ReplayBench
 from shardgauge.claims import judge
-from shardgauge.errors import NotMeasurable, SpecError, UnsupportedSwitch
+from shardgauge.errors import NotMeasurable, SpecError, Undecidable
 from shardgauge.evidence import Counts, Curve, Effect, EvidenceName, Figure, Question, Run
 from shardgauge.journal import VerdictEntry
 from shardgauge.options import GaugeOptions
@@ -92,7 +92,7 @@ class LiveEvidence:
         """
         published = run.experiment
         if published.source is not None:
-            raise UnsupportedSwitch(
+            raise Undecidable(
                 f"{run.label} is source {published.source!r} of hyper_parallel, and a run has one source: apply the "
                 "patch and give that tree with --gauge-hyper-src"
             )
@@ -143,7 +143,8 @@ class LiveEvidence:
         """The effect, with an interval that is as narrow as the claim needs or the budget allows.
 
         Raises:
-            UnsupportedSwitch: the metric cannot be had on this device, or the engine lacks a switch.
+            Undecidable: the metric cannot be had on this device.
+            UnsupportedSwitch: the engine lacks a switch.
             NotMeasurable: an arm is broken, or the arms' environments differ.
         """
         ranks = self.settings.timing_ranks
@@ -153,7 +154,7 @@ class LiveEvidence:
         names = {*question.quantity.names, *question.to_quantity.names}
         known = _metric_names(self.settings.device)
         if unknown := sorted(names - known):
-            raise UnsupportedSwitch(
+            raise Undecidable(
                 f"{', '.join(unknown)}: not measured live on {self.settings.device} (which measures "
                 f"{', '.join(sorted(known))}); decide it on recorded evidence (-m recorded)"
             )
@@ -223,6 +224,7 @@ class LiveEvidence:
     def _read_curve(self, run: Run, experiment: Experiment, block: Block) -> Curve:
         where = self.bench.where
         losses = tuple(statistics.fmean(row) for row in finite_losses(block, experiment, where=where))
+        _require_learning(losses, experiment, where=where)
         names = tuple(parameter_shapes(experiment.model_preset))
         norms = [step.grad_norms or () for step in block.ranks[0].steps]
         for step, row in enumerate(norms):
@@ -284,6 +286,7 @@ class _Measurement:
                     self._measure_pair()
                 pairs = look.samples
                 interval = mean_interval(self._effects(), look.error_probability)
+                self._require_real_clock(interval)
                 if judge(*self._on_scale(interval), self._question.bounds) != "inconclusive":
                     break
         except EndOfEvidence as end:
@@ -294,6 +297,14 @@ class _Measurement:
                 ) from None
         assert interval is not None  # noqa: S101 -- our own invariant: the schedule of looks is endless
         return self._effect(interval, pairs)
+
+    def _require_real_clock(self, interval: Interval) -> None:
+        """No clock gives the same time to the nanosecond for every pair: such a journal was not measured."""
+        if interval.deviation == 0 and "step_ms" in self._question.quantity.names:
+            raise NotMeasurable(
+                f"{self._question.of.label}: all {len(self._samples['of'])} pairs of blocks are exactly alike, which "
+                f"no clock measures ({self._evidence.bench.where})"
+            )
 
     def _warm_up(self, role: str) -> None:
         block = self._block(role)
@@ -317,6 +328,7 @@ class _Measurement:
         block = self._evidence.bench.run(arm, steps=len(steps))
         require_whole(block, arm.experiment, steps=steps, where=where)
         finite_losses(block, arm.experiment, where=where)
+        require_collectives(block, arm.experiment, where=where)
         self._next_step[role] = steps.stop
         return block
 
@@ -438,6 +450,38 @@ def fit_mesh(published: Mesh, ranks: int) -> Mesh:
             f"choose --gauge-world-size as a multiple of {2 * replicas}"
         )
     return Mesh(shape=(replicas, ranks // replicas) if replicas > 1 else (ranks,))
+
+
+def _require_learning(losses: tuple[float, ...], experiment: Experiment, *, where: str) -> None:
+    """Curves that agree because nothing was trained are no evidence.
+
+    Raises:
+        NotMeasurable: the losses of the last quarter are not below those of the first.
+    """
+    quarter = max(1, len(losses) // 4)
+    first, last = statistics.fmean(losses[:quarter]), statistics.fmean(losses[-quarter:])
+    if not last < first:
+        raise NotMeasurable(
+            f"{experiment.describe()}: the loss does not fall over {len(losses)} steps (mean of the first {quarter}: "
+            f"{first:.4f}, of the last: {last:.4f}); a model that does not learn shows nothing ({where})"
+        )
+
+
+def require_collectives(block: Block, experiment: Experiment, *, where: str) -> None:
+    """A step that exchanged nothing is fast for the wrong reason.
+
+    Raises:
+        NotMeasurable: a rank of a sharded run issued no collective in a step.
+    """
+    if experiment.mesh.size == 1:
+        return
+    for rank in block.ranks:
+        for step in rank.steps:
+            if not any(step.counts.values()):
+                raise NotMeasurable(
+                    f"{experiment.describe()}: rank {rank.rank} issued no collective at step {step.step}, so its time "
+                    f"says nothing about sharded training ({where})"
+                )
 
 
 def read_sample(block: Block, *, dropped_steps: int = 0) -> Sample:

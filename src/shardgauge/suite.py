@@ -138,6 +138,8 @@ def _conclude(gauge: Gauge, *, strict: bool) -> None:
     if gauge.missing_parts:
         raise ThresholdError("the test leaves out a part of its claim:\n  " + "\n  ".join(gauge.missing_parts))
     verdict = gauge.verdict
+    if strict and any(part.left_out for part in verdict.parts):
+        raise ClaimRefuted(f"{verdict.render()}\n  --gauge-strict: a switch that the engine lacks is a failure")
     if verdict.outcome == "inconclusive":
         if strict:
             raise ClaimRefuted(f"{verdict.render()}\n  --gauge-strict: inconclusive is a failure")

@@ -17,7 +17,8 @@ _ORDER: tuple[Outcome, ...] = ("refuted", "not_measurable", "inconclusive")
 class PartVerdict(Boundary):
     """One comparison of a claim, decided. `limit` and what it rests on are in words; `entry` is its file and line.
 
-    `device` None: there is no run to take it from.
+    `device` None: there is no run to take it from. `left_out` tells what the engine at hand refused to run; with
+    --gauge-strict that is a failure, since an engine that refuses everything must not pass.
     """
 
     part: str
@@ -31,6 +32,7 @@ class PartVerdict(Boundary):
     entry: str
     effect: Effect | None = None
     note: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 class Verdict(Boundary):

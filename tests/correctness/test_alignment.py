@@ -17,7 +17,7 @@ def test_losses_are_aligned(gauge: Gauge, mesh_runs: Runs) -> None:
 @pytest.mark.claim("gradient-aligned")
 def test_gradients_are_aligned(gauge: Gauge, mesh_runs: Runs) -> None:
     """Every parameter's gradient norm agrees with native's, on FSDP8 and on HSDP24."""
-    gauge.assert_gradients_aligned(mesh_runs.hyper_default, mesh_runs.hyper_fusion, to=mesh_runs.native)
+    gauge.assert_gradients_aligned(*mesh_runs.hyper, mesh_runs.single, to=mesh_runs.native)
 
 
 @pytest.mark.fsdp8

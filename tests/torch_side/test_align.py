@@ -304,6 +304,17 @@ def replace_by_copy(path: Path) -> None:
     copy.replace(path)
 
 
+def write_and_turn_back_the_clock(path: Path) -> None:
+    """Change the content in place and restore size and time of modification, as a careless copy tool may."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(1_000_000)
+        byte = file.read(1)
+        file.seek(1_000_000)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def change_expectation(path: Path) -> None:
     """Let the stamp be of a check against another manifest."""
     stamp = path.with_name("init_weights.pt.verified.json")
@@ -328,6 +339,13 @@ def test_stamp_of_something_else_is_no_check(
     invalidate(weights)
     align.verify_align_data(weights.parents[1], NANO)
     assert len(hashed) == 91
+
+
+def test_a_clock_turned_back_hides_no_change(weights: Path) -> None:
+    """A byte changed in place is found although size, modification time and inode are those of the check."""
+    write_and_turn_back_the_clock(weights)
+    with pytest.raises(AlignDataError, match=r"init_weights\.pt.*Make it anew"):
+        align.verify_align_data(weights.parents[1], NANO)
 
 
 def test_stamp_outlives_changes_to_other_presets(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,10 @@ def pace(*, default: float = 100.0, prefetch: float = 100.0, noise: float = 0.01
 def rank_blocks(
     experiment: Experiment, *, steps: range, step_ms: float, gradients: bool, exposed: float = 0.5
 ) -> tuple[RankBlock, ...]:
-    """What whole and healthy ranks report; on the link, `exposed` is the share of a transfer that is waited for."""
+    """What whole and healthy ranks report; on the link, `exposed` is the share of a transfer that is waited for.
+
+    A step's time moves by a few ns from step to step, as any clock's does: times that are all alike are refused.
+    """
     link = LinkUse(transfer_ns=TRANSFER_NS, exposed_ns=round(exposed * TRANSFER_NS), waited_ns=TRANSFER_NS)
     norms = tuple(1.0 for _ in parameter_shapes(experiment.model_preset))
     counts = experiment.expected_counts(steps=1)
@@ -45,7 +48,7 @@ def rank_blocks(
             steps=tuple(
                 StepRecord(
                     step=step,
-                    duration_ns=round(step_ms * 1e6),
+                    duration_ns=round(step_ms * 1e6) + (step * 7919 + int(experiment.digest, 16)) % 97,
                     loss=6.0 - 0.01 * step + rank,
                     counts=counts,
                     payload_bytes=dict.fromkeys(counts, 1),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardgauge.claims import judge_effect
-from shardgauge.errors import NotMeasurable, RankDied, SpecError, UnsupportedSwitch
+from shardgauge.errors import NotMeasurable, RankDied, SpecError, Undecidable, UnsupportedSwitch
 from shardgauge.evidence import Bounds, Comparison, Effect, Question, Run
 from shardgauge.live import WARM_UP_STEPS, LiveEvidence, LiveSettings, fit_mesh, read_sample
 from shardgauge.presets import PRESETS
@@ -587,9 +587,9 @@ def test_another_source_needs_another_run() -> None:
     """P0 is a patch to the candidate's tree, and there is one tree: undecided, without a launch."""
     bench = FakeBench()
     for ask in (LiveEvidence.counts, LiveEvidence.curve):
-        with pytest.raises(UnsupportedSwitch, match=r"patched \(T0\) is source 'P0'.*--gauge-hyper-src"):
+        with pytest.raises(Undecidable, match=r"patched \(T0\) is source 'P0'.*--gauge-hyper-src"):
             ask(evidence_from(bench), run_of(name="patched", source="P0"))
-    with pytest.raises(UnsupportedSwitch, match="source 'P0'"):
+    with pytest.raises(Undecidable, match="source 'P0'"):
         evidence_from(bench).measure(question(run_of(name="patched", source="P0")))
     assert bench.opened == []
 
@@ -601,7 +601,7 @@ def test_another_source_needs_another_run() -> None:
 def test_a_metric_of_a_profile_is_not_measured_live(device: str, metric: str) -> None:
     """It is named, with what this device can measure; nothing is launched."""
     bench = FakeBench()
-    with pytest.raises(UnsupportedSwitch, match=f"{metric}: not measured live on {device} .*step_ms.*-m recorded"):
+    with pytest.raises(Undecidable, match=f"{metric}: not measured live on {device} .*step_ms.*-m recorded"):
         evidence_from(bench, device=device).measure(question(metric=metric))
     assert bench.opened == []
 
@@ -646,3 +646,37 @@ def test_one_quantity_over_another_is_evaluated_block_by_block() -> None:
     )
     assert isinstance(effect, Effect)
     assert effect.estimate == pytest.approx(0.25)
+
+
+def on_every_step(**update: Any) -> Spoil:
+    """Change every step of every rank of every block."""
+
+    def spoil(found: Block) -> Block:
+        ranks = tuple(
+            part.model_copy(update={"steps": tuple(step.model_copy(update=update) for step in part.steps)})
+            for part in found.ranks
+        )
+        return found.model_copy(update={"ranks": ranks})
+
+    return spoil
+
+
+def test_times_without_any_noise_are_no_evidence() -> None:
+    """A journal whose pairs are all alike was written, not measured."""
+    bench = FakeBench(edit=on_every_step(duration_ns=1))
+    with pytest.raises(NotMeasurable, match=r"all 6 pairs of blocks are exactly alike.*journal\.jsonl"):
+        evidence_from(bench).measure(question())
+
+
+def test_a_timed_step_without_collectives_is_no_evidence() -> None:
+    """An arm that exchanges nothing is fast for the wrong reason."""
+    bench = FakeBench(edit=on_every_step(counts={"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}))
+    with pytest.raises(NotMeasurable, match="rank 0 issued no collective at step 0"):
+        evidence_from(bench).measure(question())
+
+
+def test_a_curve_that_does_not_fall_is_no_evidence() -> None:
+    """All engines agree where none of them trains."""
+    bench = FakeBench(edit=on_every_step(loss=6.0))
+    with pytest.raises(NotMeasurable, match="the loss does not fall over 20 steps"):
+        evidence_from(bench).curve(run_of())

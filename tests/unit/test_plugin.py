@@ -109,6 +109,18 @@ def test_inconclusive_fails_when_strict(project: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*--gauge-strict: inconclusive is a failure"])
 
 
+UNSUPPORTED = "__import__('shardgauge.errors').errors.UnsupportedSwitch('this tree has no prefetch')"
+
+
+def test_what_the_engine_refuses_is_skipped_and_fails_when_strict(project: pytest.Pytester) -> None:
+    """An engine that refuses every switch must not pass where an answer is asked for."""
+    project.makeconftest(CONFTEST.format(live=UNSUPPORTED))
+    run(project, "-m", "live").assert_outcomes(skipped=1, deselected=1)
+    result = run(project, "-m", "live", "--gauge-strict")
+    result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["*this tree has no prefetch*", "*--gauge-strict: a switch that the engine lacks*"])
+
+
 def test_what_cannot_be_measured_is_an_error_not_a_failure(project: pytest.Pytester) -> None:
     """It counts like a broken fixture: nothing was learnt about the claim."""
     project.makeconftest(CONFTEST.format(live=NOT_MEASURABLE))

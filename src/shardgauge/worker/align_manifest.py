@@ -87,6 +87,7 @@ class Stamp(Boundary):
 
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int
     inode: int
     expected_digest: str
 
@@ -170,7 +171,13 @@ def expected_digest(manifest: Manifest, preset: Preset, name: FileName) -> str:
 def stamp_of(path: Path, digest: str) -> Stamp:
     """The stamp that `path`, checked against `digest`, gets as it is now."""
     status = path.stat()
-    return Stamp(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, expected_digest=digest)
+    return Stamp(
+        size_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+        inode=status.st_ino,
+        expected_digest=digest,
+    )
 
 
 def is_stamped(paths: AlignDir, manifest: Manifest, name: FileName) -> bool:
