@@ -287,8 +287,7 @@ class ReplayBench:
     def timed_ranks(self) -> int | None:
         """On how many ranks time was measured over a metered link; None where it was not."""
         arms = (replayed.arm for replayed in self._arms.values() if replayed.arm is not None)
-        metered = (arm.experiment for arm in arms if arm.experiment.link and arm.experiment.engine != "single")
-        return max((experiment.mesh.size for experiment in metered), default=None)
+        return max((arm.experiment.mesh.size for arm in arms if arm.experiment.link), default=None)
 
     def open_arm(self, experiment: Experiment, purpose: str) -> Arm:
         """See `Bench.open_arm`.

@@ -29,8 +29,9 @@ from shardgauge.errors import (
 from shardgauge.gauge import ClaimNotMeasurable, ClaimRefuted, Gauge
 from shardgauge.journal import BlockEntry, Entry, FaultEntry, SessionEntry, VerdictEntry, read_journal
 from shardgauge.launch.process_tree import session_processes
-from shardgauge.live import LiveEvidence, LiveSettings
+from shardgauge.live import LiveEvidence, LiveSettings, open_live_evidence
 from shardgauge.marked_yaml import parse_marked_yaml
+from shardgauge.options import GaugeOptions
 from shardgauge.rundir import RunDir, SessionDir
 from shardgauge.spec import Mesh, build_experiment
 from shardgauge.thresholds import load_thresholds
@@ -140,15 +141,17 @@ def test_a_fault_is_journalled_and_replayed_in_the_same_words(
         assert slow_to_decide.closed == [name for name in reversed(slow_to_decide.launched) if name not in part]
 
 
-def test_a_session_that_failed_is_not_launched_again_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [LaunchFailed, MissingDependency])
+def test_a_session_that_failed_is_not_launched_again_and_says_so(tmp_path: Path, kind: type[ShardgaugeError]) -> None:
     """The next claim that needs it gets the first cause, once, under the same class; a replay says the same."""
-    sessions = FakeSessions(strike=strike("open", "reference", LaunchFailed("no rank came up")))
+    sessions = FakeSessions(strike=strike("open", "reference", kind("no rank came up")))
     claims = (THRESHOLDS, THRESHOLDS.replace("at_most: 0.95", "at_most: 0.90"), THRESHOLDS)
     verdicts = measure(tmp_path, sessions, claims=claims)
     assert sessions.launched == ["reference"]
     assert "note    no rank came up" in verdicts[0]
     for later in verdicts[1:]:
         assert "note    session 'reference' failed earlier: no rank came up" in later
+    assert [fault.error for fault in entries(tmp_path, FaultEntry)] == [kind.__name__] * 3
     assert replay(tmp_path, claims=claims) == verdicts
 
 
@@ -380,6 +383,32 @@ def test_a_replay_knows_on_how_many_ranks_time_was_measured(tmp_path: Path) -> N
         bench.open_arm(REFERENCE.model_copy(update={"link": link}), "measure")
         bench.open_arm(build_experiment(engine="single", mesh=Mesh(shape=(1,)), data_ranks=8, link=link), "measure")
     assert ReplayBench(RunDir(tmp_path).journal).timed_ranks == 4
+
+
+def test_a_replay_is_opened_with_the_runs_ranks_and_without_a_clock(tmp_path: Path) -> None:
+    """Neither this machine's cores nor its speed have a say; without timed arms its cores choose as ever."""
+    link = REFERENCE.model_preset.link
+    with bench_in(tmp_path, FakeSessions()) as bench:
+        bench.open_arm(REFERENCE.model_copy(update={"link": link, "mesh": Mesh(shape=(3,))}), "measure")
+    options = GaugeOptions(
+        root=tmp_path,
+        thresholds=tmp_path,
+        results=tmp_path,
+        run_dir=tmp_path / "none",
+        align_dir=tmp_path,
+        replay=RunDir(tmp_path).journal,
+        strict=False,
+        candidate="reference",
+        device="cpu",
+        hyper_source=None,
+        world_size=None,
+        budget_s=60.0,
+    )
+    with open_live_evidence(options) as evidence:
+        assert (evidence.settings.timing_ranks, evidence.settings.world_size) == (3, 8)
+        assert evidence.bench.where == "journal.jsonl"
+        assert evidence.clock() == evidence.clock()
+    assert not options.run_dir.exists()
 
 
 def test_an_unknown_fault_is_not_measurable(tmp_path: Path) -> None:
