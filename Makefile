@@ -9,7 +9,7 @@ perf: venv
 	$(VENV)/bin/python -m pytest tests/perf -m fsdp8
 
 test: lint types
-	$(VENV)/bin/python -m pytest tests
+	$(VENV)/bin/python -m pytest
 
 venv: $(STAMP)
 

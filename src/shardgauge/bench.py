@@ -220,6 +220,9 @@ class LiveBench:
                 self._failed.setdefault(key, error)
             self._append(FaultEntry(session=key, arm=arm, error=type(error).__name__, message=str(error)))
             raise
+        except BaseException as error:  # Ctrl-C: nothing more is asked of the session, so that nothing covers it
+            self._failed.setdefault(key, SessionError(f"the run was ended by {type(error).__name__}"))
+            raise
 
 
 @dataclass(kw_only=True)

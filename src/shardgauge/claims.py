@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardgauge.double_entry import check_limit
+from shardgauge.double_entry import check_limit, check_sense
 from shardgauge.entries import Claim, Limit, Part
 from shardgauge.errors import NotMeasurable
 from shardgauge.evidence import Bounds, Counts, Effect, Evidence, Figure, Question, Run, refuse_mixed_modes
@@ -66,11 +66,17 @@ def judge_part(docket: Docket, part: Part, runs: Mapping[str, Run]) -> PartVerdi
     for other in others:
         refuse_mixed_modes(of, other)
     device = docket.evidence.device_of(of)
+    for other in others:
+        if docket.evidence.device_of(other) != device:
+            raise NotMeasurable(
+                f"{of.label} ran on {device} and {other.label} on {docket.evidence.device_of(other)}: not comparable"
+            )
     limit = part.limits[device]
     if limit.undecidable is not None:
         return undecided(docket, part, device, limit.undecidable)
     if docket.evidence.name == "recorded" or limit.margin is not None:
         check_limit(part, limit)
+    check_sense(part, limit)
     if isinstance(docket.evidence, RecordedEvidence):
         docket.evidence.confirm(_quotes(docket, part, runs))
     if part.kind == "exact_count":

@@ -32,7 +32,7 @@ def check_limit(part: Part, limit: Limit) -> None:
     """Hold a limit with a margin against the published effect: it is the effect widened by exactly that margin.
 
     Raises:
-        NotMeasurable: it is not, or the limit lies on the wrong side of "as fast as".
+        NotMeasurable: it is not.
     """
     effect = published_effect(part)
     if limit.margin is None:
@@ -45,6 +45,16 @@ def check_limit(part: Part, limit: Limit) -> None:
                 f"{side} is {stated}, but the published effect {effect} {sign} margin {limit.margin} is {widened}; "
                 "one of the three was mistyped"
             )
+
+
+def check_sense(part: Part, limit: Limit) -> None:
+    """Hold any limit to what its kind means, with a margin or without.
+
+    Raises:
+        NotMeasurable: nothing can satisfy it, or it lies on the wrong side of "as fast as".
+    """
+    if limit.at_least is not None and limit.at_most is not None and limit.at_least > limit.at_most:
+        raise NotMeasurable(f"at_least {limit.at_least} is above at_most {limit.at_most}: nothing lies between them")
     if part.comparison == "ratio" and not _beyond_equal(part, limit):
         bound = limit.at_least if limit.at_most is None else limit.at_most
         raise NotMeasurable(f"a limit of {bound} does not make a run {part.kind}: choose it past 1")

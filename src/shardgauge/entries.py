@@ -224,6 +224,14 @@ class Part(Boundary):
             if limit.undecidable is None and limit.sides != SIDES[self.kind]:
                 wanted = " and ".join(SIDES[self.kind])
                 raise ThresholdError(f"{self.kind} takes {wanted}; {device} has {' and '.join(limit.sides)}")
+            if self.kind == "deterministic" and limit.at_most not in (None, 0):
+                raise ThresholdError(
+                    f"{device}: deterministic means equal bit for bit: at_most is 0, not {limit.at_most}"
+                )
+            if device == "npu" and self.published and limit.margin is None and limit.sides and not limit.exact:
+                raise ThresholdError(
+                    "npu: a limit on a published effect is that effect widened by a margin; give margin"
+                )
             if limit.margin is not None and self.published is None:
                 raise ThresholdError(f"{device} has a margin, but there is no published effect to widen by it")
 

@@ -234,7 +234,7 @@ class Gauge:
         except UnsupportedSwitch as error:
             verdict = undecided(self._docket, part, device, str(error))
             self._verdicts[part.key] = verdict.model_copy(update={"left_out": (str(error),)})
-        except (ThresholdError, SpecError):
+        except ThresholdError:
             raise
         except ShardgaugeError as error:
             self._verdicts[part.key] = unmeasured(self._docket, part, device, str(error))

@@ -34,6 +34,7 @@ BLOCK_S = 0.5
 FEWEST_BLOCK_STEPS = 3
 MOST_BLOCK_STEPS = 20
 PUBLISHED_RANKS = 8
+CALIBRATED_RANKS = 4
 LIVE_PRESETS: Mapping[DeviceName, str] = {"npu": "qwen3-8b-lite", "cuda": "qwen3-8b-lite", "cpu": "qwen3-nano"}
 
 
@@ -76,8 +77,13 @@ class LiveEvidence:
 
     @property
     def cost(self) -> str:
-        """What the evidence cost, in a line for the summary."""
-        return self.bench.cost
+        """What really ran, and what it cost, for the summary."""
+        settings = self.settings
+        stand_in = ", a stand-in: nothing here speaks of hyper_parallel" if settings.candidate == "reference" else ""
+        return (
+            f"live: candidate {settings.candidate}{stand_in}; {settings.world_size} ranks on {settings.device}, "
+            f"{settings.timing_ranks} of them timed\n{self.bench.cost}"
+        )
 
     def device_of(self, run: Run) -> DeviceName:  # noqa: ARG002 -- all runs share the machine
         """The device at hand."""
@@ -148,6 +154,11 @@ class LiveEvidence:
             NotMeasurable: an arm is broken, or the arms' environments differ.
         """
         ranks = self.settings.timing_ranks
+        if self.settings.device == "cpu" and ranks != CALIBRATED_RANKS:
+            raise Undecidable(
+                f"the CPU's limits on time and overlap were calibrated on {CALIBRATED_RANKS} ranks, this run has "
+                f"{ranks}; give --gauge-world-size of {CALIBRATED_RANKS} or more"
+            )
         experiments = {"of": self.fit(question.of, ranks=ranks, metered=True)}
         if question.to is not None:
             experiments["to"] = self.fit(question.to, ranks=ranks, metered=True)
@@ -431,10 +442,8 @@ def open_live_evidence(options: GaugeOptions) -> Iterator[LiveEvidence]:
 
 
 def _timing_ranks(device: DeviceName, world_size: int) -> int:
-    """On a CPU with fewer cores than ranks, time fewer: two a core, but no fewer than two replicas of two shards."""
-    if device != "cpu":
-        return world_size
-    return min(world_size, max(4, 2 * len(os.sched_getaffinity(0))))
+    """On a CPU, as many as its limits were calibrated with, if there are so many."""
+    return min(world_size, CALIBRATED_RANKS) if device == "cpu" else world_size
 
 
 def fit_mesh(published: Mesh, ranks: int) -> Mesh:
@@ -475,6 +484,11 @@ def require_collectives(block: Block, experiment: Experiment, *, where: str) -> 
     """
     if experiment.mesh.size == 1:
         return
+    metered = {step.link is not None for rank in block.ranks for step in rank.steps}
+    if len(metered) > 1:
+        raise NotMeasurable(
+            f"{experiment.describe()}: block {block.index} has the link's use of some ranks or steps only ({where})"
+        )
     for rank in block.ranks:
         for step in rank.steps:
             if not any(step.counts.values()):

@@ -75,7 +75,7 @@ def read_options(config: pytest.Config) -> GaugeOptions:
     """
     root = config.rootpath
     source = config.getoption("gauge_hyper_src")
-    replay = _named_path(config, "--gauge-replay")
+    replay = _replay_journal(config)
     return GaugeOptions(
         root=root,
         thresholds=_named_path(config, "--gauge-thresholds") or root / "thresholds.yaml",
@@ -86,7 +86,7 @@ def read_options(config: pytest.Config) -> GaugeOptions:
         strict=bool(config.getoption("gauge_strict")),
         candidate=_resolve_candidate(config.getoption("gauge_candidate"), source),
         device=_resolve_device(config.getoption("gauge_device")),
-        hyper_source=None if source is None else str(_named_path(config, "--gauge-hyper-src")),
+        hyper_source=None if source is None else str(_hyper_checkout(config)),
         world_size=_positive("--gauge-world-size", config.getoption("gauge_world_size")),
         budget_s=_positive("--gauge-budget", config.getoption("gauge_budget")),
     )
@@ -122,6 +122,22 @@ def _named_path(config: pytest.Config, option: str) -> Path | None:
     if not path.exists():
         raise pytest.UsageError(f"{option} {named}: no such file or folder (looked at {path})")
     return path
+
+
+def _hyper_checkout(config: pytest.Config) -> Path:
+    path = _named_path(config, "--gauge-hyper-src")
+    if path is None or not (path / "hyper_parallel").is_dir():
+        raise pytest.UsageError(
+            f"--gauge-hyper-src {path}: not a hyper_parallel checkout, since it has no folder hyper_parallel/; give "
+            "the folder that `git clone` made"
+        )
+    return path
+
+
+def _replay_journal(config: pytest.Config) -> Path | None:
+    """The journal itself, or the one in a run's folder."""
+    path = _named_path(config, "--gauge-replay")
+    return path / "journal.jsonl" if path is not None and path.is_dir() else path
 
 
 def _absolute(config: pytest.Config, named: str) -> Path:

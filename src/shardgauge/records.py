@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from shardgauge.boundary import Boundary, explain_validation
 from shardgauge.errors import RecordError
@@ -25,6 +25,12 @@ class LinkUse(Boundary):
     transfer_ns: Annotated[int, Field(ge=0)]
     exposed_ns: Annotated[int, Field(ge=0)]
     waited_ns: Annotated[int, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _exposed_is_both(self) -> LinkUse:
+        if self.exposed_ns > min(self.transfer_ns, self.waited_ns):
+            raise ValueError(f"exposed_ns {self.exposed_ns} is more than the transfer's or the wait's own time")
+        return self
 
 
 class StepRecord(Boundary):

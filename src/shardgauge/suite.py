@@ -9,7 +9,7 @@ import pytest
 
 from shardgauge.errors import ShardgaugeError, ThresholdError
 from shardgauge.evidence import EvidenceName
-from shardgauge.gauge import ClaimRefuted, Gauge, is_on
+from shardgauge.gauge import ClaimNotMeasurable, ClaimRefuted, Gauge, is_on
 from shardgauge.gauge_fixtures import GAUGE, CaseFiles, claim_name, meshes_of
 from shardgauge.verdict import Verdict
 from shardgauge.verdict_table import tell_verdict, tell_verdicts
@@ -49,11 +49,27 @@ class GaugeSuite:
                 self._files.thresholds.find(name)
             if _collected_everything(session):
                 self._files.thresholds.check_tests(names)
+                self._check_meshes(gauged)
         except ThresholdError as error:
             if hasattr(session.config, "workerinput"):  # an xdist worker has no way to end the run: its tests tell it
                 self._files.fault = error
                 return
             raise pytest.UsageError(str(error)) from error
+
+    def _check_meshes(self, gauged: list[pytest.Item]) -> None:
+        """A claim's tests together have every part of it, whichever meshes each is marked with.
+
+        Raises:
+            ThresholdError: a part is on a mesh that none of them is marked with.
+        """
+        for claim in self._files.thresholds.claims.values():
+            marked = [meshes_of(item) for item in gauged if claim_name(item) == claim.claim]
+            for part in claim.parts:
+                if not any(is_on(part, meshes) for meshes in marked):
+                    raise ThresholdError(
+                        f"{self._files.thresholds.name}:{part.line}: claim {claim.claim!r} has a part on {part.mesh}, "
+                        f"and no test of the claim is marked with it; add one marked @pytest.mark.{part.mesh}"
+                    )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
@@ -63,8 +79,10 @@ class GaugeSuite:
             return (yield)
         try:
             result = yield
-        finally:
+        except (ClaimRefuted, ClaimNotMeasurable):
             gauge.keep_verdict()
+            raise
+        gauge.keep_verdict()
         _conclude(gauge, strict=self._files.options.strict)
         return result
 
@@ -74,9 +92,11 @@ class GaugeSuite:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Tell our own errors without a traceback, and count what could not be measured as an error, not a failure."""
         gauge = item.stash.get(GAUGE, None)
-        if call.when == "call" and gauge is not None and gauge.verdict.parts:
+        if call.when == "call" and gauge is not None and gauge.verdict.parts and _is_verdict(call.excinfo):
             item.user_properties.append((VERDICT_PROPERTY, gauge.verdict.model_dump_json()))
         report = yield
+        if call.when == "call" and gauge is not None and gauge.verdict.parts and report.passed:
+            report.sections.append(("verdict", gauge.verdict.render()))  # what -rA and -rP show of a pass
         excinfo = call.excinfo
         if excinfo is not None and isinstance(excinfo.value, ShardgaugeError):
             # `Any`: the crash line, from which pytest's summary is made, is not in the representation's public type.
@@ -132,6 +152,11 @@ def _collected_everything(session: pytest.Session) -> bool:
     hidden = ("ignore", "ignore_glob", "deselect", "lf", "last_failed")
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return whole and not session.testsfailed and not any(config.getoption(name, None) for name in hidden)
+
+
+def _is_verdict(excinfo: pytest.ExceptionInfo[BaseException] | None) -> bool:
+    """Whether the test ended as its verdict says; one that broke off has none, whatever its parts said until then."""
+    return excinfo is None or isinstance(excinfo.value, (ClaimRefuted, ClaimNotMeasurable, pytest.skip.Exception))
 
 
 def _conclude(gauge: Gauge, *, strict: bool) -> None:

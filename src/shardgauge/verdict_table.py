@@ -27,11 +27,13 @@ def tell_verdict(verdict: Verdict) -> str:
 def _row(verdict: Verdict) -> tuple[str, ...]:
     decided = [part for part in verdict.parts if part.outcome != "undecidable"]
     part = _deciding(decided or verdict.parts)
+    left_out = sum(len(part.left_out) for part in verdict.parts)
+    refused = f", {left_out} refused by the engine" if left_out else ""
     partly = f" ({len(decided)} of {len(verdict.parts)} parts)" if len(decided) < len(verdict.parts) else ""
     return (
         verdict.claim,
         verdict.evidence,
-        _outcome(verdict) + partly,
+        _outcome(verdict) + partly + refused,
         part.part,
         f"{tell_effect(part)}, {part.limit}",
     )

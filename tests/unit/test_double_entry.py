@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardgauge.double_entry import check_limit, published_effect
+from shardgauge.double_entry import check_limit, check_sense, published_effect
 from shardgauge.entries import Part
-from shardgauge.errors import NotMeasurable
+from shardgauge.errors import NotMeasurable, ThresholdError
 from shardgauge.marked_yaml import parse_marked_yaml
 from shardgauge.thresholds import load_thresholds
 from tests.unit.fake_evidence import THRESHOLDS
@@ -68,7 +68,7 @@ def test_a_limit_beyond_equality_makes_nothing_faster() -> None:
     """An effect widened past 1 would let a slower run pass as faster."""
     part = part_of(THRESHOLDS, ("at_most: 0.9825, margin: 0.0175", "at_most: 1.0025, margin: 0.0375"))
     with pytest.raises(NotMeasurable, match=r"a limit of 1\.0025 does not make a run faster: choose it past 1"):
-        check_limit(part, part.limits["npu"])
+        check_sense(part, part.limits["npu"])
 
 
 def test_a_zero_to_divide_by_is_refused() -> None:
@@ -76,3 +76,23 @@ def test_a_zero_to_divide_by_is_refused() -> None:
     part = part_of(THRESHOLDS, ("to: 563.08", "to: 0"))
     with pytest.raises(NotMeasurable, match="the figure to divide by is 0"):
         published_effect(part)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("cpu: {at_most: 0.95,", "cpu: {at_most: 1.95,", r"a limit of 1\.95 does not make a run faster"),
+        ("cpu: {at_most: 0.95,", "cpu: {at_most: 1,", "a limit of 1 does not make a run faster"),
+    ],
+)
+def test_a_limit_without_margin_has_a_sense_too(old: str, new: str, said: str) -> None:
+    """A CPU's limit is nobody's effect widened, and still has to mean faster."""
+    part = part_of(THRESHOLDS, (old, new))
+    with pytest.raises(NotMeasurable, match=said):
+        check_sense(part, part.limits["cpu"])
+
+
+def test_a_published_effect_needs_a_margin_on_its_own_device() -> None:
+    """Without one, any limit would do."""
+    with pytest.raises(ThresholdError, match=r"npu: a limit on a published effect.*give margin"):
+        part_of(THRESHOLDS, ("npu: {at_most: 0.9825, margin: 0.0175}", "npu: {at_most: 5, provenance: x}"))
