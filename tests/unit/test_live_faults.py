@@ -1,4 +1,4 @@
-"""The reference engine's faults through the whole chain: two real ranks, journal, evidence, claim and its own limit."""
+"""The reference engine's faults through the whole chain: real ranks, journal, evidence, claim and its own limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardgauge.spec import Fault, FaultKind, Mesh, Switches, build_experiment
 from shardgauge.thresholds import Thresholds, read_thresholds
 
 ROOT = Path(__file__).parents[2]
-RANKS = 2
+RANKS, TIMED_RANKS = 2, 4
 PREFETCH = Switches(forward_prefetch=1, backward_prefetch=1)
 
 
@@ -63,14 +63,14 @@ def gauge_on(evidence: LiveEvidence, claim: str) -> Gauge:
 
 
 @contextmanager
-def two_ranks(root: Path, *, deadlines: Deadlines | None = None) -> Iterator[LiveEvidence]:
-    """Live evidence on two ranks, with a device lock of its own; whatever happens, no process is left."""
+def ranks_in(root: Path, *, launched: int = RANKS, deadlines: Deadlines | None = None) -> Iterator[LiveEvidence]:
+    """Live evidence on two ranks, for time on four if there are, with a device lock of its own; no process is left."""
     settings = BenchSettings(
-        device="cpu", world_size=RANKS, candidate="reference", hyper_source=None, align_dir=ROOT / "align_data_8b"
+        device="cpu", world_size=launched, candidate="reference", hyper_source=None, align_dir=ROOT / "align_data_8b"
     )
     make_session = partial(Session, lock_dir=root / "locks", deadlines=deadlines)
     bench = LiveBench(settings, RunDir(root), shown_as="journal.jsonl", make_session=make_session)
-    fitting = LiveSettings(device="cpu", candidate="reference", world_size=RANKS, timing_ranks=RANKS, budget_s=1.0)
+    fitting = LiveSettings(device="cpu", candidate="reference", world_size=RANKS, timing_ranks=launched, budget_s=1.0)
     try:
         yield LiveEvidence(fitting, bench)
     finally:
@@ -81,7 +81,7 @@ def two_ranks(root: Path, *, deadlines: Deadlines | None = None) -> Iterator[Liv
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEvidence]:
     """One launch for every fault that a session survives."""
-    with two_ranks(tmp_path_factory.mktemp("live")) as evidence:
+    with ranks_in(tmp_path_factory.mktemp("live"), launched=TIMED_RANKS) as evidence:
         yield evidence
 
 
@@ -125,9 +125,19 @@ def test_noise_in_the_gradients_refutes_determinism(live: LiveEvidence) -> None:
         gauge_on(live, "deterministic").assert_deterministic(run_with(Fault(kind="nondeterminism")))
 
 
-def test_serialised_communication_never_passes_for_overlap(live: LiveEvidence) -> None:
-    """Every collective is waited for where it is issued, so prefetch hides nothing, whatever else the machine does."""
-    faulty = run_with(Fault(kind="serialised_communication"), report_id="P3", switches=PREFETCH)
+@pytest.mark.parametrize(
+    "kinds",
+    [("serialised_communication",), ("lost_forward_prefetch", "lost_backward_prefetch")],
+    ids=["serialised", "lost-prefetch"],
+)
+def test_communication_that_is_waited_for_never_passes_for_overlap(
+    live: LiveEvidence, kinds: tuple[FaultKind, ...]
+) -> None:
+    """Prefetch that hides nothing, or is switched on and lost, does not hold: refuted, or at worst inconclusive.
+
+    Measured on 2 cores were 0.06 and 0.16, against a limit of 0.40, which leaves room for what a busy machine adds.
+    """
+    faulty = run_with(*(Fault(kind=kind) for kind in kinds), report_id="P3", switches=PREFETCH)
     gauge = gauge_on(live, "overlap-prefetch")
     with suppress(ClaimRefuted):
         gauge.assert_at_least("overlap_ratio", of=faulty)
@@ -150,7 +160,7 @@ def test_a_rank_that_fails_in_a_curve_ends_its_session_only(
     Each of these launches its own session after the one before has failed, and first measures a healthy run in it.
     """
     deadlines = Deadlines(block_s=10.0, first_step_s=0.0) if kind == "hung_rank" else None
-    with two_ranks(tmp_path, deadlines=deadlines) as evidence:
+    with ranks_in(tmp_path, deadlines=deadlines) as evidence:
         assert evidence.counts(HEALTHY).rows_all_gather == 360
         with pytest.raises(error, match=said) as caught:
             evidence.curve(run_with(Fault(kind=kind, step=7, rank=1)))
