@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-ARENA_BYTES = 64 << 20
+ARENA_BYTES = 32 << 20
 LARGEST_REGION_BYTES = ARENA_BYTES // 4
 _SEMAPHORE_BYTES = 64
 _ALIGNMENT = 64
