@@ -536,8 +536,13 @@ def require_whole(block: Block, experiment: Experiment, *, steps: range, where: 
     """Every rank of the mesh once, each with exactly these steps.
 
     Raises:
-        NotMeasurable: a rank or a step is missing, or there twice.
+        NotMeasurable: a rank or a step is missing, or there twice, or the block is of another experiment.
     """
+    if block.experiment != experiment.digest:
+        raise NotMeasurable(
+            f"{experiment.describe()}: block {block.index} is of experiment {block.experiment}, not of "
+            f"{experiment.digest}; evidence of one run says nothing about another ({where})"
+        )
     ranks, members = [rank.rank for rank in block.ranks], range(experiment.mesh.size)
     if ranks != list(members):
         missing = sorted(set(members) - set(ranks))

@@ -680,3 +680,10 @@ def test_a_curve_that_does_not_fall_is_no_evidence() -> None:
     bench = FakeBench(edit=on_every_step(loss=6.0))
     with pytest.raises(NotMeasurable, match="the loss does not fall over 20 steps"):
         evidence_from(bench).curve(run_of())
+
+
+def test_a_block_of_another_experiment_is_no_evidence() -> None:
+    """A journal whose arms were swapped must not decide anything."""
+    bench = FakeBench(edit=lambda block: block.model_copy(update={"experiment": "0" * 12}))
+    with pytest.raises(NotMeasurable, match="block 0 is of experiment 000000000000, not of"):
+        evidence_from(bench).measure(question())
